@@ -1,0 +1,21 @@
+/**
+ * Choose and set up the adapter, and say so: `npm run adapter -- [--adapter NAME] [--env]`.
+ *
+ * With `--env` it prints `NAME=value` lines for `env` or a shell instead, the rest goes to stderr.
+ */
+import { parseArgs } from 'node:util';
+import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter.ts';
+
+const { values } = parseArgs({ options: { adapter: { type: 'string' }, env: { type: 'boolean', default: false } } });
+try {
+  const choice = await setUpAdapter({
+    wanted: values.adapter ?? process.env['HANDOFF_ADAPTER'],
+    say: (line) => console.error(line),
+  });
+  for (const line of describeAdapter(choice)) (values.env ? console.error : console.log)(line);
+  if (values.env) for (const [name, value] of Object.entries(choice.environment)) console.log(`${name}=${value}`);
+} catch (error) {
+  if (!(error instanceof AdapterError)) throw error;
+  console.error(error.message);
+  process.exitCode = 1;
+}
