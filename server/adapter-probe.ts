@@ -61,10 +61,10 @@ async function open(name: string): Promise<ProbeReport> {
   encoder.copyBufferToBuffer(cell, 0, copy, 0, 4);
   device.queue.submit([encoder.finish()]);
   await copy.mapAsync(GPUMapMode.READ);
-  const answer = new Uint32Array(copy.getMappedRange().slice(0))[0];
+  const result = new Uint32Array(copy.getMappedRange().slice(0))[0];
   const { description, device: model, vendor } = adapter.info;
   device.destroy();
-  if (answer !== 417) return { names: [], opened: null, problem: `a test kernel gave ${answer} instead of 417` };
+  if (result !== 417) return { names: [], opened: null, problem: `a test kernel gave ${result} instead of 417` };
   return {
     names: [],
     opened: { driver: description || `${vendor} ${model}`, fallback: adapter.info.isFallbackAdapter },

@@ -278,12 +278,12 @@ function fingerprint(wanted: string): string {
   const { VK_ICD_FILENAMES, VK_DRIVER_FILES, XDG_DATA_HOME } = process.env;
   const home = join(XDG_DATA_HOME || join(homedir(), '.local/share'), 'vulkan/icd.d');
   const files = [...icdFolders, home].flatMap((folder) =>
-    names(folder).map((name) => {
+    filesIn(folder).map((name) => {
       const { size, mtimeMs } = statSync(join(folder, name), { throwIfNoEntry: false }) ?? {};
       return [join(folder, name), size, mtimeMs];
     }),
   );
-  const devices = [...names('/dev/dri'), ...names('/dev').filter((name) => /^(nvidia|kfd|dxg|mali)/.test(name))];
+  const devices = [...filesIn('/dev/dri'), ...filesIn('/dev').filter((name) => /^(nvidia|kfd|dxg|mali)/.test(name))];
   const format = 1; // raise when AdapterChoice changes
   return JSON.stringify([
     format,
@@ -297,7 +297,7 @@ function fingerprint(wanted: string): string {
   ]);
 }
 
-function names(folder: string): string[] {
+function filesIn(folder: string): string[] {
   return existsSync(folder) ? readdirSync(folder).sort() : [];
 }
 

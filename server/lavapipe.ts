@@ -123,7 +123,7 @@ export function obstacleToInstall(): string | null {
  */
 export async function installLavapipe(say: (line: string) => void): Promise<void> {
   say("Installing Mesa's software Vulkan driver (lavapipe) with apt; this takes a minute, once.");
-  await apt('apt-get', ['update']);
+  await updateLists(say);
   let suite = await findSuite();
   const alreadyAdded = existsSync(addedSources);
   if (suite === null) {
@@ -132,7 +132,7 @@ export async function installLavapipe(say: (line: string) => void): Promise<void
     say(`Adding Debian's backports: ${addedSources}`);
     await writeFile(addedSources, text);
     try {
-      await apt('apt-get', ['update']);
+      await updateLists(say);
       suite = await findSuite();
       if (suite === null) throw new Error(`not even the backports offer ${mesaPackage} ${oldestMesa} or newer`);
     } catch (error) {
@@ -141,6 +141,11 @@ export async function installLavapipe(say: (line: string) => void): Promise<void
     }
   }
   await apt('apt-get', ['install', '--yes', '--no-install-recommends', '--target-release', suite, mesaPackage]);
+}
+
+/** A source that cannot be reached is no reason to give up: what matters is whether Mesa is offered afterwards. */
+async function updateLists(say: (line: string) => void): Promise<void> {
+  await apt('apt-get', ['update']).catch((error: unknown) => say(`Going on although ${(error as Error).message}`));
 }
 
 async function findSuite(): Promise<string | null> {
@@ -182,11 +187,8 @@ async function apt(command: 'apt-get' | 'apt-cache', args: string[]): Promise<st
       })
     ).stdout;
   } catch (error) {
-    const output = String((error as { stderr?: unknown }).stderr ?? '')
-      .trim()
-      .split('\n')
-      .slice(-3)
-      .join(' ');
+    const { stderr } = error as { stderr?: string };
+    const output = (stderr ?? '').trim().split('\n').slice(-3).join(' ');
     throw new Error(`${command} ${args[0]} failed: ${output || String(error)}`, { cause: error });
   }
 }
