@@ -1,0 +1,144 @@
+/**
+ * Serving speed: closed loops of streaming completions against a running router, or one that it starts itself.
+ *
+ * Prints one JSON line per stream count: commit, device, parameters, and for time to first token (TTFT), inter-token
+ * latency (ITL) and tokens per second the median with the 10th and 90th percentile. All times are taken at the client.
+ *
+ *   npx tsx scripts/bench-serve.ts [--url http://127.0.0.1:8000] [--streams 1,8,32] [--prompt-tokens 128]
+ *                                  [--output-tokens 64] [--rounds 3]
+ */
+import { execFileSync, spawn, type ChildProcess } from 'node:child_process';
+import { parseArgs } from 'node:util';
+
+const { values: options } = parseArgs({
+  options: {
+    url: { type: 'string' },
+    streams: { type: 'string', default: '1,8,32' },
+    'prompt-tokens': { type: 'string', default: '128' },
+    'output-tokens': { type: 'string', default: '64' },
+    rounds: { type: 'string', default: '3' },
+    help: { type: 'boolean', default: false },
+  },
+});
+if (options.help) {
+  process.stdout.write(
+    'bench-serve [--url URL] [--streams 1,8,32] [--prompt-tokens N] [--output-tokens N] [--rounds N]\n' +
+      'Without --url it starts `handoff all` on free ports and stops it afterwards.\n',
+  );
+  process.exit(0);
+}
+const promptTokens = Number(options['prompt-tokens']);
+const outputTokens = Number(options['output-tokens']);
+const rounds = Number(options.rounds);
+
+interface StreamTimes {
+  readonly ttftMs: number;
+  readonly gapsMs: readonly number[];
+  readonly tokens: number;
+}
+
+/** One streaming completion from token ids; times at the client, from the request's first byte. */
+async function runStream(url: string, model: string, seed: number): Promise<StreamTimes> {
+  // Distinct prompts: equal ones would measure a prefix cache. Ids below 256 are plain bytes of the vocabulary.
+  const prompt = Array.from({ length: promptTokens }, (_, index) => (index === 0 ? 0 : 2 + ((seed * 31 + index * 17) % 250)));
+  const startMs = performance.now();
+  const response = await fetch(`${url}/v1/completions`, {
+    method: 'POST',
+    headers: { 'content-type': 'application/json' },
+    body: JSON.stringify({
+      model,
+      prompt,
+      max_tokens: outputTokens,
+      ignore_eos: true,
+      temperature: 0,
+      stream: true,
+      stream_options: { include_usage: true },
+    }),
+  });
+  if (!response.ok) throw new Error(`HTTP ${response.status}: ${await response.text()}`);
+  const decoder = new TextDecoder();
+  const arrivalsMs: number[] = [];
+  let tokens = 0;
+  let rest = '';
+  for await (const bytes of response.body!) {
+    const nowMs = performance.now();
+    rest += decoder.decode(bytes, { stream: true });
+    const events = rest.split('\n\n');
+    rest = events.pop()!;
+    for (const event of events) {
+      if (!event.startsWith('data: ') || event === 'data: [DONE]') continue;
+      const chunk = JSON.parse(event.slice(6)) as {
+        error?: { message: string };
+        choices?: { text: string }[];
+        usage?: { completion_tokens: number } | null;
+      };
+      if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.usage) tokens = chunk.usage.completion_tokens;
+      if (chunk.choices?.[0]?.text) arrivalsMs.push(nowMs);
+    }
+  }
+  if (tokens !== outputTokens) throw new Error(`asked for ${outputTokens} tokens, got ${tokens}`);
+  const gapsMs = arrivalsMs.slice(1).map((at, index) => at - arrivalsMs[index]!);
+  return { ttftMs: arrivalsMs[0]! - startMs, gapsMs, tokens };
+}
+
+function quantile(values: readonly number[], share: number): number {
+  const sorted = [...values].sort((left, right) => left - right);
+  return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))]!;
+}
+
+function spread(values: readonly number[]): { median: number; p10: number; p90: number } {
+  const round = (value: number): number => Math.round(value * 100) / 100;
+  return { median: round(quantile(values, 0.5)), p10: round(quantile(values, 0.1)), p90: round(quantile(values, 0.9)) };
+}
+
+/** Start `handoff all` on free ports; resolves with its URL once the router listens. */
+async function startServer(): Promise<{ url: string; child: ChildProcess }> {
+  const child = spawn(
+    process.execPath,
+    ['--import', 'tsx', 'server/main.ts', 'all', '--port', '0', '--prefill-port', '0', '--decode-port', '0'],
+    { stdio: ['ignore', 'pipe', 'inherit'] },
+  );
+  return new Promise((resolve, reject) => {
+    let text = '';
+    child.once('exit', (code) => reject(new Error(`the server ended with ${code}`)));
+    child.stdout!.on('data', (bytes: Buffer) => {
+      text += bytes.toString();
+      const url = /curl[^\n]*(http:\/\/[\d.]+:\d+)/.exec(text)?.[1];
+      if (url) resolve({ url, child });
+    });
+  });
+}
+
+const started = options.url ? null : await startServer();
+const url = options.url ?? started!.url;
+try {
+  const models = (await (await fetch(`${url}/v1/models`)).json()) as { data: { id: string }[] };
+  const model = models.data[0]!.id;
+  const metrics = await (await fetch(`${url}/metrics`)).text();
+  const device = /handoff_worker_info\{[^}]*adapter="([^"]*)"/.exec(metrics)?.[1] ?? 'unknown';
+  const commit = execFileSync('git', ['rev-parse', '--short', 'HEAD']).toString().trim();
+  await runStream(url, model, 0); // caches and pipelines are warm afterwards
+  for (const streams of options.streams.split(',').map(Number)) {
+    const ttftMs: number[] = [];
+    const itlMs: number[] = [];
+    const tokensPerSecond: number[] = [];
+    for (let round = 0; round < rounds; round++) {
+      const startMs = performance.now();
+      const results = await Promise.all(
+        Array.from({ length: streams }, (_, stream) => runStream(url, model, 1 + round * streams + stream)),
+      );
+      const seconds = (performance.now() - startMs) / 1000;
+      ttftMs.push(...results.map((result) => result.ttftMs));
+      itlMs.push(...results.flatMap((result) => result.gapsMs));
+      tokensPerSecond.push(results.reduce((sum, result) => sum + result.tokens, 0) / seconds);
+    }
+    const line = {
+      bench: 'serve', commit, device, model, streams, promptTokens, outputTokens, rounds,
+      ttftMs: spread(ttftMs), itlMs: spread(itlMs), tokensPerSecond: spread(tokensPerSecond),
+    };
+    process.stdout.write(`${JSON.stringify(line)}\n`);
+  }
+} finally {
+  started?.child.kill('SIGTERM');
+}
