@@ -1,0 +1,152 @@
+/**
+ * What both schedulers share: limits, requests, batches, and the effects a worker performs for them.
+ */
+
+import type {
+  Epoch,
+  Instance,
+  PageId,
+  PeerMessage,
+  RoomKey,
+  SamplingParams,
+  SlotId,
+  WorkerToRouter,
+} from '../transfer/messages.ts';
+
+/** Sizes and clocks of one worker. All durations in ms; all of them must be positive. */
+export interface WorkerLimits {
+  /** Tokens of one page; a multiple of the least common multiple of the model's compression ratios. */
+  pageTokens: number;
+  pageBytes: number;
+  slotBytes: number;
+  pageCount: number;
+  slotCount: number;
+  /** Rooms not yet terminal, unwinding included; one more is answered `overloaded`. */
+  maxRooms: number;
+  /** Longest request: prompt and answer, in tokens. */
+  maxSequenceTokens: number;
+  /** Digest of the model, part of every prompt digest. */
+  modelDigest: string;
+  /** Without a sign of progress from the transfer: 15 s. */
+  stallMs: number;
+  /** From creation to `ready` (D) or `end` (P), time queued at the peer excluded: 60 s. */
+  roomMs: number;
+  /** First re-send of an unanswered message, doubling up to `resendMaxMs`: 100 ms and 2 s. */
+  resendMinMs: number;
+  resendMaxMs: number;
+  /** How often a half that keeps its peer waiting says QUEUED: 2 s, well under `stallMs`. */
+  statusMs: number;
+}
+
+/** Limits of a prefill worker. */
+export interface PrefillLimits extends WorkerLimits {
+  /** Tokens computed in one step over all rooms; a multiple of `pageTokens`. */
+  prefillChunkTokens: number;
+  /** Payload of one CHUNK, unless a single unit is larger. */
+  maxChunkBytes: number;
+  /** Bytes read or being read and not yet handed to the channel, over all rooms. One unit may exceed it. */
+  stagingBytes: number;
+}
+
+/** Limits of a decode worker. */
+export interface DecodeLimits extends WorkerLimits {
+  /** Rows of a decode step. */
+  maxRunning: number;
+  /** Bytes each prefill worker may have under way to us; at least the larger of page and slot. */
+  peerBufferBytes: number;
+  /** Bytes one room may have under way once its first unit has arrived. */
+  roomWindowBytes: number;
+}
+
+/** What a client asked for, as a worker keeps it. */
+export interface Request {
+  promptTokens: Uint32Array;
+  sampling: SamplingParams;
+  maxTokens: number;
+  stopTokens: number[];
+  deadlineMs: number;
+}
+
+/** Where the bytes of a unit live on this worker. */
+export type UnitPlace = { kind: 'page'; page: PageId } | { kind: 'slot'; slot: SlotId };
+
+/**
+ * One prefill step. Each chunk computes tokens [start, end) of its prompt: KV into `pages` (the
+ * sequence's page table, all pages of the prompt in order), running state into `slot` (to be reset
+ * when `start` is 0). `end` is a multiple of the page except in the `last` chunk, which also samples
+ * the token at position `end`.
+ */
+export interface PrefillBatch {
+  chunks: PrefillChunk[];
+}
+
+export interface PrefillChunk {
+  key: RoomKey;
+  slot: SlotId;
+  pages: PageId[];
+  /** Token ids of [start, end). */
+  tokens: Uint32Array;
+  start: number;
+  end: number;
+  last: boolean;
+  sampling: SamplingParams;
+}
+
+/** One decode step: every row runs `token` at `position` and samples the token at `position + 1`. */
+export interface DecodeBatch {
+  rows: DecodeRow[];
+}
+
+export interface DecodeRow {
+  key: RoomKey;
+  slot: SlotId;
+  pages: PageId[];
+  token: number;
+  position: number;
+  sampling: SamplingParams;
+}
+
+/** A token sampled in a step, by room. */
+export interface SampledToken {
+  key: RoomKey;
+  token: number;
+}
+
+/**
+ * What a scheduler asks of its worker, in order. The worker performs each one without waiting:
+ *
+ * | effect    | performed by | then |
+ * |-----------|--------------|------|
+ * | connect   | channel: open a link to a prefill worker (decode only; no-op if there is one) | peer_up when both sockets are |
+ * | send      | channel: queue on that peer's control or data socket; for CHUNK with the staged bytes of exactly its units, copied, after which the staging is free | – |
+ * | read      | engine: copy units (pages, slot) to staging, checksum each (crc32c) | read_done |
+ * | discard   | worker: the staged bytes of these units will not be sent | – |
+ * | write     | engine: copy payload into the page or slot | written |
+ * | report    | control channel: to the router of that epoch | – |
+ * | violation | worker: log and count; the handles stay quarantined | – |
+ */
+export type WorkerEffect =
+  | { type: 'connect'; peer: Instance; address: string }
+  | { type: 'send'; peer: Instance; socket: 'control' | 'data'; message: PeerMessage }
+  | { type: 'read'; key: RoomKey; firstUnit: number; places: UnitPlace[] }
+  | { type: 'discard'; key: RoomKey; firstUnit: number; unitCount: number }
+  | { type: 'write'; key: RoomKey; unit: number; place: UnitPlace; payload: Uint8Array }
+  | { type: 'report'; router: Epoch; message: WorkerToRouter }
+  | { type: 'violation'; key: RoomKey; what: string };
+
+/** Messages and units that were dropped, by kind. Never reset. */
+export interface DropCounts {
+  /** For a key that is closed here. */
+  late: number;
+  /** Already had it. */
+  duplicate: number;
+  /** For a key never seen. */
+  unknown: number;
+  /** From or for another life of a process. */
+  staleEpoch: number;
+  badChecksum: number;
+  /** What an honest peer does not send. */
+  protocol: number;
+  /** In order but not of use in this phase. */
+  ignored: number;
+}

@@ -1,0 +1,577 @@
+/**
+ * Names, messages and the codec of everything that crosses a process border.
+ *
+ * Upper-case messages travel between a prefill worker (P) and a decode worker (D); lower-case ones
+ * between the router (R) and a worker. All are idempotent. One message is one or two frames:
+ *
+ *   frame 0   magic 'HO' | version u8 | 0 | crc32c of the rest u32 LE | msgpack [type, field, field, ...]
+ *   frame 1   raw payload; only CHUNK has one
+ *
+ * Fields go by position, in the order of `SHAPES`, which is also what the decoder checks: it accepts
+ * exactly what is described there and rejects everything else without throwing.
+ */
+
+import { decode, encode } from '@msgpack/msgpack';
+import { crc32c } from './checksum.ts';
+
+/** Version of the wire format. Peers of another version are refused in HELLO. */
+export const PROTOCOL_VERSION = 1;
+
+/** Longest name of a worker, and longest text field, in UTF-16 units. */
+const MAX_TEXT = 1024;
+
+/** Most units one message may list: 1 M pages of 128 tokens. */
+const MAX_LIST = 1 << 20;
+
+const MAGIC_0 = 0x48;
+const MAGIC_1 = 0x4f;
+const HEADER_BYTES = 8;
+
+// ---------------------------------------------------------------------------------------------
+// Identities
+
+/**
+ * One life of a process: 12 hex digits of start time in ms, then 8 random hex digits. Fixed width, so
+ * string order is time order; of one name a smaller epoch is stale and a larger one kills it.
+ */
+export type Epoch = string;
+
+/** One client request: `${router epoch}-${sequence}`. */
+export type RoomId = string;
+
+/** One try of a room on one pair: `${room}.${attempt}`. The key of every table, message and tombstone. */
+export type RoomKey = string;
+
+/** Index into one worker's page pool; meaningless elsewhere. */
+export type PageId = number;
+
+/** Index into one worker's state-slot pool; meaningless elsewhere. */
+export type SlotId = number;
+
+/** A process in one of its lives. */
+export interface Instance {
+  name: string;
+  epoch: Epoch;
+}
+
+/** A worker as the router names it to others; `address` is where a prefill worker's transfer socket listens. */
+export interface WorkerRef extends Instance {
+  address: string;
+}
+
+/** Why something ended that did not succeed. */
+export type Reason = (typeof REASONS)[number];
+
+export const REASONS = [
+  'client_cancel', // the client, or an operator, asked
+  'client_lost', // the client's connection went away
+  'deadline', // a stall, room or request clock ran out
+  'peer_lost', // lease over, or a newer epoch spoke
+  'peer_aborted', // the other half said ABORT
+  'gone', // the thing asked for is over or never was promised
+  'mismatch', // the two halves disagree about the prompt or the manifest
+  'bad_checksum', // payload bytes changed on the way
+  'protocol', // a message that an honest peer does not send
+  'overloaded', // over an admission limit, or larger than the pool
+  'draining', // the worker takes nothing new
+  'shutdown', // the worker stops
+  'unknown', // answer to a cancel of something never seen
+  'internal', // a ledger violation on our side; the room is the price
+] as const;
+
+/** How a half, or a room, ended. `sent` is the prefill half's success; the others are the decode half's. */
+export type Outcome = { ok: true; finish: 'stop' | 'length' | 'sent' } | { ok: false; reason: Reason };
+
+/** The epoch of a life that began at `startMs` with 32 random bits. */
+export function makeEpoch(startMs: number, random32: number): Epoch {
+  return Math.floor(startMs).toString(16).padStart(12, '0') + (random32 >>> 0).toString(16).padStart(8, '0');
+}
+
+/** Name of the room with this sequence number under a router's epoch. */
+export function makeRoomId(router: Epoch, sequence: number): RoomId {
+  return `${router}-${sequence}`;
+}
+
+/** Key of an attempt (from 1) of a room. */
+export function makeKey(room: RoomId, attempt: number): RoomKey {
+  return `${room}.${attempt}`;
+}
+
+const KEY_PATTERN = /^([0-9a-f]{20})-(0|[1-9][0-9]{0,15})\.([1-9][0-9]{0,8})$/;
+
+/** Parts of a key, or null if it is not one. */
+export function parseKey(key: RoomKey): { router: Epoch; room: RoomId; sequence: number; attempt: number } | null {
+  const match = KEY_PATTERN.exec(key);
+  if (match === null) return null;
+  const [, router, sequence, attempt] = match as unknown as [string, string, string, string];
+  return { router, room: `${router}-${sequence}`, sequence: Number(sequence), attempt: Number(attempt) };
+}
+
+// ---------------------------------------------------------------------------------------------
+// What a room transfers
+
+/**
+ * What P must deliver, fixed when D reserves: `pageCount` page units (unit i is page i of the prompt)
+ * and then one slot unit (index `pageCount`). `generations` has one entry per unit, D's count of how
+ * often that page or slot changed hands; P echoes it.
+ */
+export interface Manifest {
+  tokenCount: number;
+  validInLastPage: number;
+  pageCount: number;
+  pageBytes: number;
+  slotBytes: number;
+  generations: number[];
+}
+
+/** Bytes of unit `unit` of a manifest. */
+export function unitBytes(manifest: Manifest, unit: number): number {
+  return unit === manifest.pageCount ? manifest.slotBytes : manifest.pageBytes;
+}
+
+/** Bytes of all units of a manifest. */
+export function manifestBytes(manifest: Manifest): number {
+  return manifest.pageCount * manifest.pageBytes + manifest.slotBytes;
+}
+
+/** How to choose the next token. Greedy is `temperature: 0`. `seed` and the position key the generator. */
+export interface SamplingParams {
+  temperature: number;
+  topK: number;
+  topP: number;
+  minP: number;
+  seed: number;
+}
+
+// ---------------------------------------------------------------------------------------------
+// P <-> D. Every message names both lives, so what was meant for an earlier one is dropped.
+
+interface PeerEnvelope {
+  from: Epoch;
+  to: Epoch;
+  key: RoomKey;
+}
+
+/** D -> P, control. The only peer message that may create state. Answered by QUEUED or ABORT. */
+export interface OpenMessage extends PeerEnvelope {
+  type: 'OPEN';
+  digest: string;
+  tokenCount: number;
+}
+/** Both, control. Liveness of a room; `computing` also renews D's stall clock. */
+export interface QueuedMessage extends PeerEnvelope {
+  type: 'QUEUED';
+  state: 'waiting' | 'computing';
+}
+/** D -> P, control. Pages and slot are lent. Answered by QUEUED, the first unit or END. `credit` is in bytes. */
+export interface ReservedMessage extends PeerEnvelope {
+  type: 'RESERVED';
+  manifest: Manifest;
+  credit: number;
+}
+/** P -> D, data, with payload: units [firstUnit, firstUnit + generations.length), one checksum (crc32c) each. */
+export interface ChunkMessage extends PeerEnvelope {
+  type: 'CHUNK';
+  sequence: number;
+  firstUnit: number;
+  generations: number[];
+  checksums: number[];
+  payloadBytes: number;
+}
+/** D -> P, control. Bytes granted to the room in total, ever. Answered by the next unit. */
+export interface CreditMessage extends PeerEnvelope {
+  type: 'CREDIT';
+  bytes: number;
+}
+/** P -> D, data, behind the last chunk. Answered by DONE or ABORT. `checksum` is `combineChecksums` of all units. */
+export interface EndMessage extends PeerEnvelope {
+  type: 'END';
+  unitCount: number;
+  tokenCount: number;
+  digest: string;
+  firstToken: number;
+  checksum: number;
+}
+/** D -> P, control. All arrived; P may release. Answered by DONE_ACK, also for an unknown key. */
+export interface DoneMessage extends PeerEnvelope {
+  type: 'DONE';
+}
+/** P -> D, control. */
+export interface DoneAckMessage extends PeerEnvelope {
+  type: 'DONE_ACK';
+}
+/** Both; from P on the data socket, behind the room's last chunk. Answered by ABORT_ACK, also for an unknown key. */
+export interface AbortMessage extends PeerEnvelope {
+  type: 'ABORT';
+  reason: Reason;
+}
+/** Both; from P on the data socket, behind the room's last chunk: it returns the room's unspent credit. */
+export interface AbortAckMessage extends PeerEnvelope {
+  type: 'ABORT_ACK';
+}
+
+/** What the pure halves say to each other. */
+export type PeerMessage =
+  | OpenMessage
+  | QueuedMessage
+  | ReservedMessage
+  | ChunkMessage
+  | CreditMessage
+  | EndMessage
+  | DoneMessage
+  | DoneAckMessage
+  | AbortMessage
+  | AbortAckMessage;
+
+// ---------------------------------------------------------------------------------------------
+// Links. Spoken and heard only by channel.ts; the same on every link, whoever is at its ends.
+
+/**
+ * From the side that connects, until answered. `link` counts the links this life has opened to the
+ * other side: a larger one says that everything of the one before is lost. `fields` are compared one
+ * by one (model, layout, limits); a difference is refused by name.
+ */
+export interface HelloMessage {
+  type: 'HELLO';
+  version: number;
+  role: string;
+  name: string;
+  epoch: Epoch;
+  link: number;
+  fields: Record<string, string>;
+}
+/** Answer to HELLO: who listens, and where its data socket is ('' where there is none). */
+export interface WelcomeMessage {
+  type: 'WELCOME';
+  version: number;
+  role: string;
+  name: string;
+  epoch: Epoch;
+  link: number;
+  dataAddress: string;
+  fields: Record<string, string>;
+}
+/** Answer to a HELLO or PING that cannot be accepted: which field, and both values. `epoch` is the refuser's. */
+export interface RefuseMessage {
+  type: 'REFUSE';
+  epoch: Epoch;
+  link: number;
+  field: string;
+  ours: string;
+  theirs: string;
+}
+/** Renews the lease; answered by a PING with `answer`. Names both lives and the link. */
+export interface PingMessage {
+  type: 'PING';
+  from: Epoch;
+  to: Epoch;
+  link: number;
+  answer: boolean;
+}
+
+export type LinkMessage = HelloMessage | WelcomeMessage | RefuseMessage | PingMessage;
+
+// ---------------------------------------------------------------------------------------------
+// R -> worker
+
+/** Start a half of an attempt; the same message goes to both. Answered by `accepted` or `end`. */
+export interface SubmitMessage {
+  type: 'submit';
+  key: RoomKey;
+  prefill: WorkerRef;
+  decode: WorkerRef;
+  /** `promptDigest` of the prompt; each worker computes its own and compares. */
+  digest: string;
+  promptTokens: Uint32Array;
+  maxTokens: number;
+  /** Ids that end the answer when sampled; empty for `ignore_eos`. The stopping id is delivered too. */
+  stopTokens: number[];
+  sampling: SamplingParams;
+  /** What is left of the client's budget, as a duration. */
+  budgetMs: number;
+}
+/** Stop this half, at any phase. Answered by `end`. */
+export interface CancelMessage {
+  type: 'cancel';
+  key: RoomKey;
+  reason: Reason;
+}
+/** The other half failed. Stops a half that still needs it; a room past `ready` ignores it. */
+export interface PeerFailedMessage {
+  type: 'peer_failed';
+  key: RoomKey;
+}
+/** `end` arrived and is decided. */
+export interface EndAckMessage {
+  type: 'end_ack';
+  key: RoomKey;
+}
+/** Nothing below this sequence of the sending router is in use; closed keys below it may be forgotten. */
+export interface MarkMessage {
+  type: 'mark';
+  smallestSequence: number;
+}
+/** Take nothing new; finish what runs. */
+export interface DrainMessage {
+  type: 'drain';
+}
+
+export type RouterToWorker =
+  | SubmitMessage
+  | CancelMessage
+  | PeerFailedMessage
+  | EndAckMessage
+  | MarkMessage
+  | DrainMessage;
+
+// ---------------------------------------------------------------------------------------------
+// worker -> R
+
+/** The half exists and will `end`. */
+export interface AcceptedMessage {
+  type: 'accepted';
+  key: RoomKey;
+  epoch: Epoch;
+}
+/** Tokens of one decode step, one row per room of this router. `position` counts the room's generated tokens from 0. */
+export interface TokensMessage {
+  type: 'tokens';
+  epoch: Epoch;
+  rows: { key: RoomKey; position: number; tokens: number[] }[];
+}
+/** The half is over and holds nothing. Repeated until `end_ack`. `tokenCount`: tokens this half has sent in all. */
+export interface EndedMessage {
+  type: 'end';
+  key: RoomKey;
+  epoch: Epoch;
+  outcome: Outcome;
+  tokenCount: number;
+}
+/** What the balancer needs. Counts; pages of this worker's pool. */
+export interface LoadMessage {
+  type: 'load';
+  epoch: Epoch;
+  rooms: number;
+  roomLimit: number;
+  running: number;
+  queuedTokens: number;
+  pagesFree: number;
+  pagesTotal: number;
+  draining: boolean;
+}
+
+export type WorkerToRouter = AcceptedMessage | TokensMessage | EndedMessage | LoadMessage;
+
+/** Everything that can be on a wire. */
+export type Message = PeerMessage | LinkMessage | RouterToWorker | WorkerToRouter;
+
+// ---------------------------------------------------------------------------------------------
+// Codec
+
+type Check = (value: unknown) => boolean;
+
+const isText: Check = (value) => typeof value === 'string' && value.length <= MAX_TEXT;
+const isEpoch: Check = (value) => typeof value === 'string' && /^[0-9a-f]{20}$/.test(value);
+const isEpochOrNone: Check = (value) => value === '' || isEpoch(value);
+const isKey: Check = (value) => typeof value === 'string' && KEY_PATTERN.test(value);
+const isCount: Check = (value) => Number.isSafeInteger(value) && (value as number) >= 0;
+const isU32: Check = (value) => isCount(value) && (value as number) <= 0xffffffff;
+const isNumber: Check = (value) => typeof value === 'number' && Number.isFinite(value);
+const isFlag: Check = (value) => typeof value === 'boolean';
+const isReason: Check = (value) => (REASONS as readonly unknown[]).includes(value);
+const isBytes: Check = (value) => value instanceof Uint8Array;
+const isOneOf =
+  (...values: string[]): Check =>
+  (value) =>
+    values.includes(value as string);
+const isListOf =
+  (check: Check): Check =>
+  (value) =>
+    Array.isArray(value) && value.length <= MAX_LIST && value.every(check);
+const isRecord: Check = (value) => typeof value === 'object' && value !== null && !Array.isArray(value);
+const isShape =
+  (shape: Record<string, Check>): Check =>
+  (value) =>
+    isRecord(value) &&
+    Object.keys(value as object).length === Object.keys(shape).length &&
+    Object.entries(shape).every(([field, check]) => check((value as Record<string, unknown>)[field]));
+const isFields: Check = (value) =>
+  isRecord(value) &&
+  Object.keys(value as object).length <= 64 &&
+  Object.entries(value as object).every(([field, text]) => isText(field) && isText(text));
+const isManifest: Check = (value) =>
+  isShape({
+    tokenCount: isCount,
+    validInLastPage: isCount,
+    pageCount: isCount,
+    pageBytes: isCount,
+    slotBytes: isCount,
+    generations: isListOf(isU32),
+  })(value) && (value as Manifest).generations.length === (value as Manifest).pageCount + 1;
+const isWorkerRef = isShape({ name: isText, epoch: isEpoch, address: isText });
+const isSampling = isShape({
+  temperature: isNumber,
+  topK: isCount,
+  topP: isNumber,
+  minP: isNumber,
+  seed: isU32,
+});
+const isOutcome: Check = (value) =>
+  isShape({ ok: (ok) => ok === true, finish: isOneOf('stop', 'length', 'sent') })(value) ||
+  isShape({ ok: (ok) => ok === false, reason: isReason })(value);
+
+const PEER = { from: isEpoch, to: isEpoch, key: isKey };
+const NUMBERS = isListOf(isU32);
+
+/** Fields of each message in wire order, and what each must be. */
+const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
+  OPEN: { ...PEER, digest: isText, tokenCount: isCount },
+  QUEUED: { ...PEER, state: isOneOf('waiting', 'computing') },
+  RESERVED: { ...PEER, manifest: isManifest, credit: isCount },
+  CHUNK: {
+    ...PEER,
+    sequence: isCount,
+    firstUnit: isCount,
+    generations: NUMBERS,
+    checksums: NUMBERS,
+    payloadBytes: isCount,
+  },
+  CREDIT: { ...PEER, bytes: isCount },
+  END: {
+    ...PEER,
+    unitCount: isCount,
+    tokenCount: isCount,
+    digest: isText,
+    firstToken: isU32,
+    checksum: isU32,
+  },
+  DONE: PEER,
+  DONE_ACK: PEER,
+  ABORT: { ...PEER, reason: isReason },
+  ABORT_ACK: PEER,
+  HELLO: {
+    version: isCount,
+    role: isText,
+    name: isText,
+    epoch: isEpoch,
+    link: isCount,
+    fields: isFields,
+  },
+  WELCOME: {
+    version: isCount,
+    role: isText,
+    name: isText,
+    epoch: isEpoch,
+    link: isCount,
+    dataAddress: isText,
+    fields: isFields,
+  },
+  REFUSE: { epoch: isEpoch, link: isCount, field: isText, ours: isText, theirs: isText },
+  PING: { from: isEpoch, to: isEpochOrNone, link: isCount, answer: isFlag },
+  submit: {
+    key: isKey,
+    prefill: isWorkerRef,
+    decode: isWorkerRef,
+    digest: isText,
+    promptTokens: (value) => isBytes(value) && (value as Uint8Array).length % 4 === 0,
+    maxTokens: isCount,
+    stopTokens: NUMBERS,
+    sampling: isSampling,
+    budgetMs: isNumber,
+  },
+  cancel: { key: isKey, reason: isReason },
+  peer_failed: { key: isKey },
+  end_ack: { key: isKey },
+  mark: { smallestSequence: isCount },
+  drain: {},
+  accepted: { key: isKey, epoch: isEpoch },
+  tokens: { epoch: isEpoch, rows: isListOf(isShape({ key: isKey, position: isCount, tokens: NUMBERS })) },
+  end: { key: isKey, epoch: isEpoch, outcome: isOutcome, tokenCount: isCount },
+  load: {
+    epoch: isEpoch,
+    rooms: isCount,
+    roomLimit: isCount,
+    running: isCount,
+    queuedTokens: isCount,
+    pagesFree: isCount,
+    pagesTotal: isCount,
+    draining: isFlag,
+  },
+};
+
+/** Frame 0 of a message. The payload of a CHUNK goes in a frame of its own, after it. */
+export function encodeMessage(message: Message): Uint8Array {
+  const shape = SHAPES[message.type];
+  const fields: unknown[] = [message.type];
+  for (const field of Object.keys(shape)) {
+    const value = (message as unknown as Record<string, unknown>)[field];
+    // Token ids travel as raw little-endian bytes; msgpack would spend up to five bytes and a branch on each.
+    fields.push(
+      value instanceof Uint32Array ? new Uint8Array(value.buffer, value.byteOffset, value.byteLength) : value,
+    );
+  }
+  const body = encode(fields);
+  const frame = new Uint8Array(HEADER_BYTES + body.length);
+  frame.set(body, HEADER_BYTES);
+  frame[0] = MAGIC_0;
+  frame[1] = MAGIC_1;
+  frame[2] = PROTOCOL_VERSION;
+  new DataView(frame.buffer).setUint32(4, crc32c(frame.subarray(HEADER_BYTES)), true);
+  return frame;
+}
+
+/** Why frames were rejected; a label of a counter. */
+export type Rejection = 'short' | 'magic' | 'version' | 'checksum' | 'syntax' | 'type' | 'field' | 'payload';
+
+/** A decoded message with its payload (empty unless CHUNK), or the reason why there is none. */
+export type Decoded = { ok: true; message: Message; payload: Uint8Array } | { ok: false; rejection: Rejection };
+
+const NO_PAYLOAD = new Uint8Array(0);
+
+/**
+ * Decode the frames of one message. Never throws and never trusts: anything but an exact message of
+ * this version is rejected. The payload is a view of the given frame; its checksum is not verified here.
+ */
+export function decodeMessage(frames: readonly Uint8Array[]): Decoded {
+  const frame = frames[0];
+  if (frame === undefined || frame.length < HEADER_BYTES) return rejected('short');
+  if (frame[0] !== MAGIC_0 || frame[1] !== MAGIC_1) return rejected('magic');
+  if (frame[2] !== PROTOCOL_VERSION || frame[3] !== 0) return rejected('version');
+  const body = frame.subarray(HEADER_BYTES);
+  const checksum = new DataView(frame.buffer, frame.byteOffset).getUint32(4, true);
+  if (crc32c(body) !== checksum) return rejected('checksum');
+  let fields: unknown;
+  try {
+    fields = decode(body);
+  } catch {
+    return rejected('syntax'); // msgpack throws on cut or hostile input; the caller counts it
+  }
+  if (!Array.isArray(fields) || typeof fields[0] !== 'string') return rejected('syntax');
+  if (!Object.hasOwn(SHAPES, fields[0])) return rejected('type');
+  const type = fields[0] as Message['type'];
+  const shape = Object.entries(SHAPES[type]);
+  if (fields.length !== shape.length + 1) return rejected('field');
+  const message: Record<string, unknown> = { type };
+  for (const [index, [field, check]] of shape.entries()) {
+    const value: unknown = fields[index + 1];
+    if (!check(value)) return rejected('field');
+    message[field] = field === 'promptTokens' ? toTokens(value as Uint8Array) : value;
+  }
+  const payload = frames[1] ?? NO_PAYLOAD;
+  if (frames.length > 2 || payload.length !== (type === 'CHUNK' ? message['payloadBytes'] : 0)) {
+    return rejected('payload');
+  }
+  if (type === 'CHUNK' && (message['generations'] as number[]).length !== (message['checksums'] as number[]).length) {
+    return rejected('field');
+  }
+  return { ok: true, message: message as unknown as Message, payload };
+}
+
+function rejected(rejection: Rejection): Decoded {
+  return { ok: false, rejection };
+}
+
+/** A copy: msgpack binary values lie at odd offsets, where a Uint32Array cannot be laid over them. */
+function toTokens(bytes: Uint8Array): Uint32Array {
+  return new Uint32Array(bytes.slice().buffer);
+}
