@@ -1,0 +1,116 @@
+/**
+ * The one translation between the scheduler's batches and the model's forward pass.
+ *
+ * Owns the device, the model and the KV cache of one worker. `scheduler/` decides what runs and knows no tensor,
+ * `model/` runs it and knows no batch.
+ */
+import { openDevice, type Device } from '../kernels/device.ts';
+import { loadModelConfig, type ModelConfig } from '../model/config.ts';
+import { createKvCache, type KvCache } from '../model/kv-cache.ts';
+import { forward, loadModel, type Model } from '../model/transformer.ts';
+import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
+import type { PageId } from '../transfer/messages.ts';
+
+/** Sizes of one worker's engine; all are capacities fixed at start. */
+export interface EngineOptions {
+  readonly modelDir: string;
+  /** Dawn's name of the adapter; the first one when left out. */
+  readonly adapterName?: string;
+  /** Rows of the largest step: prompt tokens on prefill, sequences on decode. */
+  readonly maxRows: number;
+  readonly maxSequences: number;
+  /** Positions a sequence may reach. */
+  readonly contextTokens: number;
+  readonly pageCount: number;
+  readonly slotCount: number;
+  readonly onProgress?: (progress: LoadProgress) => void;
+}
+
+/** How far loading is. */
+export interface LoadProgress {
+  readonly stage: 'weights' | 'pipelines';
+  readonly done: number;
+  readonly total: number;
+  readonly note?: string;
+}
+
+/** A loaded model that runs batches and moves KV units in and out of the cache. */
+export interface Engine {
+  readonly config: ModelConfig;
+  readonly device: Device;
+  readonly pageBytes: number;
+  readonly slotBytes: number;
+  /** What two workers must agree on to exchange units; compared field by field in HELLO. */
+  readonly layout: KvCache['layout'];
+  /** Run the chunks in one step. Resolves with the sampled token of each `last` chunk, in batch order. */
+  prefill(batch: PrefillBatch): Promise<number[]>;
+  /** Advance every row by one token. Resolves with the next token of each row, in batch order. */
+  decode(batch: DecodeBatch): Promise<number[]>;
+  /** Bytes of the pages in order, then of the slot when it is given; each in memory of its own. */
+  readUnits(pages: readonly PageId[], slot: number | null): Promise<Uint8Array[]>;
+  /** Copy a unit into the cache, ordered before every later step. */
+  writePage(page: PageId, bytes: Uint8Array): void;
+  writeSlot(slot: number, bytes: Uint8Array): void;
+  /** Destroy the device. No step or read may be running. */
+  close(): void;
+}
+
+/**
+ * Open the adapter, load the checkpoint, compile and warm the pipelines.
+ *
+ * @throws DeviceError, ConfigError or a loader error naming what is wrong.
+ */
+export async function openEngine(options: EngineOptions): Promise<Engine> {
+  // Read before the adapter is opened: a wrong directory should fail in milliseconds.
+  const config = loadModelConfig(options.modelDir);
+  const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
+  try {
+    const model = await loadModel(device, options.modelDir, {
+      maxRows: options.maxRows,
+      maxSequences: options.maxSequences,
+      maxPositions: options.contextTokens,
+      ...(options.onProgress ? { onProgress: options.onProgress } : {}),
+    });
+    const cache = createKvCache(device, config, { pageCount: options.pageCount, slotCount: options.slotCount });
+    return engineOf(device, model, cache);
+  } catch (error) {
+    device.close();
+    throw error;
+  }
+}
+
+function engineOf(device: Device, model: Model, cache: KvCache): Engine {
+  return {
+    config: model.config,
+    device,
+    pageBytes: cache.pageBytes,
+    slotBytes: cache.slotBytes,
+    layout: cache.layout,
+    prefill: (batch) =>
+      forward(model, cache, {
+        phase: 'prefill',
+        sequences: batch.chunks.map((chunk) => ({
+          slot: chunk.slot,
+          pages: chunk.pages,
+          start: chunk.start,
+          tokens: chunk.tokens,
+          sampling: chunk.last ? chunk.sampling : null,
+        })),
+      }),
+    decode: (batch) =>
+      forward(model, cache, {
+        phase: 'decode',
+        sequences: batch.rows.map((row) => ({
+          slot: row.slot,
+          pages: row.pages,
+          start: row.position,
+          tokens: [row.token],
+          sampling: row.sampling,
+        })),
+      }),
+    readUnits: (pages, slot) => cache.readUnits({ pages: [...pages], slot }),
+    writePage: (page, bytes) => cache.writePage(page, bytes),
+    writeSlot: (slot, bytes) => cache.writeSlot(slot, bytes),
+    close: () => device.close(),
+  };
+}
