@@ -108,14 +108,15 @@ export function specialise(source: string, constants: Readonly<Record<string, st
  * dispatch sees what earlier ones wrote. Nothing is submitted before `submit`.
  */
 export class Recorder {
-  readonly #device: Device;
+  /** The device it records for; wrappers choose the shape of a kernel by its adapter. */
+  readonly device: Device;
   #encoder: GPUCommandEncoder;
   #pass: GPUComputePassEncoder | null = null;
   /** Called with the kernel's name when a pipeline was compiled for the first time on this device. */
   onCompile: ((name: string) => void) | null = null;
 
   constructor(device: Device) {
-    this.#device = device;
+    this.device = device;
     this.#encoder = device.gpu.createCommandEncoder();
   }
 
@@ -142,8 +143,8 @@ export class Recorder {
   /** Submit everything recorded so far as one command buffer; the recorder can be used again. */
   submit(): void {
     this.#endPass();
-    this.#device.queue.submit([this.#encoder.finish()]);
-    this.#encoder = this.#device.gpu.createCommandEncoder();
+    this.device.queue.submit([this.#encoder.finish()]);
+    this.#encoder = this.device.gpu.createCommandEncoder();
   }
 
   #endPass(): void {
@@ -153,10 +154,10 @@ export class Recorder {
 
   #pipeline(kernel: Kernel, call: Call): CompiledPipeline {
     const key = `${kernel.name}|${call.entry ?? 'main'}|${spell(call.overrides)}|${spell(call.constants)}`;
-    const known = this.#device.pipelines.get(key) as CompiledPipeline | undefined;
+    const known = this.device.pipelines.get(key) as CompiledPipeline | undefined;
     if (known) return known;
-    const compiled = compile(this.#device, kernel, call);
-    this.#device.pipelines.set(key, compiled);
+    const compiled = compile(this.device, kernel, call);
+    this.device.pipelines.set(key, compiled);
     this.onCompile?.(kernel.name);
     return compiled;
   }
@@ -175,14 +176,14 @@ export class Recorder {
     }
     const entries = compiled.used.map((binding): GPUBindGroupEntry => {
       const tensor =
-        binding.name === 'params' ? uniformFor(this.#device, kernel, call.params ?? {}) : call.tensors[binding.name];
+        binding.name === 'params' ? uniformFor(this.device, kernel, call.params ?? {}) : call.tensors[binding.name];
       if (!tensor) throw new Error(`kernel ${kernel.name}: tensor ${binding.name} is missing`);
       return {
         binding: binding.index,
         resource: { buffer: tensor.buffer, offset: tensor.offsetBytes, size: tensor.byteLength },
       };
     });
-    const group = this.#device.gpu.createBindGroup({ layout: compiled.layout, entries, label: kernel.name });
+    const group = this.device.gpu.createBindGroup({ layout: compiled.layout, entries, label: kernel.name });
     compiled.bindGroups.set(key, group);
     return group;
   }

@@ -53,6 +53,20 @@ export function reshapeTensor(tensor: Tensor, shape: readonly number[]): Tensor 
   return { ...tensor, shape };
 }
 
+/**
+ * Check a wrapper's argument before anything is recorded; `null` stands for any size.
+ *
+ * @throws RangeError naming the tensor, what it is and what it should be.
+ */
+export function assertShape(tensor: Tensor, shape: readonly (number | null)[], dtype: Dtype = 'f32'): void {
+  const fits =
+    tensor.shape.length === shape.length && shape.every((size, index) => size === null || size === tensor.shape[index]);
+  if (!fits || tensor.dtype !== dtype) {
+    const wanted = shape.map((size) => size ?? 'any').join(',');
+    throw new RangeError(`tensor ${tensor.label} is ${tensor.dtype} [${tensor.shape}], ${dtype} [${wanted}] is needed`);
+  }
+}
+
 /** Free the tensor's buffer. Work already submitted still completes. */
 export function destroyTensor(device: Device, tensor: Tensor): void {
   tensor.buffer.destroy();
