@@ -13,6 +13,8 @@
 import { readdirSync } from 'node:fs';
 import { Agent, get } from 'node:http';
 import { Counter, Gauge, Histogram, Registry, exponentialBuckets } from 'prom-client';
+import { REASONS } from '../transfer/messages.ts';
+import type { Reason } from '../transfer/messages.ts';
 
 export type MetricsRole = 'router' | 'prefill' | 'decode';
 
@@ -207,6 +209,13 @@ const METRICS = {
   },
 
   // Workers: the scheduler.
+  workerInfo: {
+    name: 'handoff_worker_info',
+    type: 'gauge',
+    help: 'Always 1; its label names the GPU adapter.',
+    labels: ['adapter'],
+    on: WORKERS,
+  },
   workerInfo: {
     name: 'handoff_worker_info',
     type: 'gauge',
