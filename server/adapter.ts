@@ -5,7 +5,13 @@
  *
  * Every candidate is tried in a child process (adapter-probe.ts) with a time limit, so that no driver can hang or crash
  * the caller. The decision is remembered until drivers or devices of the machine change. It reaches other processes by
- * environment variables: apply `choice.environment` before they start, and before this process opens Dawn.
+ * environment variables. Whoever opens a device, or starts processes that do, does this first:
+ *
+ *   const choice = await setUpAdapter({ wanted: config.adapter, say });
+ *   Object.assign(process.env, choice.environment);
+ *   ... openDevice({ adapterName: choice.name }), or spawn
+ *
+ * A child process that does the same gets its parent's decision at once.
  */
 import { fork } from 'node:child_process';
 import { existsSync, readdirSync, statSync } from 'node:fs';
@@ -38,8 +44,8 @@ export class AdapterError extends Error {
 
 /** How the decision is made. `say` gets progress lines for a person, only when something slow happens. */
 export interface AdapterOptions {
-  /** `lavapipe`, `swiftshader` or a part of an adapter's name; undefined or empty for the best one. */
-  readonly wanted?: string | undefined;
+  /** `lavapipe`, `swiftshader` or a part of an adapter's name; nothing for the best one. */
+  readonly wanted?: string | null | undefined;
   readonly say: (line: string) => void;
   /** Whether drivers may be installed or fetched; true if left out. */
   readonly mayInstall?: boolean;
@@ -62,12 +68,33 @@ const installHint =
  */
 export async function setUpAdapter(options: AdapterOptions): Promise<AdapterChoice> {
   const wanted = options.wanted?.trim() ?? '';
+  const inherited = inheritedDecision(wanted);
+  if (inherited !== null) return inherited;
   const memory = join(cacheFolder(), 'adapter.json');
   const remembered = await recall(memory, wanted);
-  if (remembered !== null) return remembered;
+  if (remembered !== null) return withDecision(wanted, remembered);
   const choice = await decide(wanted, options.say, options.mayInstall ?? true);
   await remember(memory, wanted, choice);
-  return choice;
+  return withDecision(wanted, choice);
+}
+
+/** Carries the whole decision to child processes, as JSON; the other variables are what Dawn and drivers read. */
+const decisionVariable = 'HANDOFF_ADAPTER_DECISION';
+
+function withDecision(wanted: string, choice: AdapterChoice): AdapterChoice {
+  const decision = JSON.stringify({ wanted, choice });
+  return { ...choice, environment: { ...choice.environment, [decisionVariable]: decision } };
+}
+
+/** What a parent process decided, if the same is wanted here. */
+function inheritedDecision(wanted: string): AdapterChoice | null {
+  try {
+    const decision = JSON.parse(process.env[decisionVariable] ?? '') as { wanted: string; choice: AdapterChoice };
+    const same = wanted === decision.wanted || wanted === decision.choice.name;
+    return same && process.env['HANDOFF_ADAPTER'] === decision.choice.name ? decision.choice : null;
+  } catch {
+    return null; // none, or not ours
+  }
 }
 
 /** The lines that tell a person which adapter is used, why, and how to get a faster one. */
