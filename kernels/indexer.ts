@@ -1,0 +1,99 @@
+/** The lightning indexer: which compressed entries a query attends to in an overlapping (CSA) layer. */
+import assert from 'node:assert/strict';
+import { assertShape } from './assert-shape.ts';
+import { loadKernel, type Recorder } from './kernel.ts';
+import type { Tensor } from './tensor.ts';
+
+const kernel = loadKernel(new URL('./indexer.wgsl', import.meta.url));
+const LANES = 64;
+// Entries of one workgroup of `scores`: 64 lanes of 4.
+const SCORES_PER_GROUP = 256;
+
+/**
+ * Replace every index query by its scaled Hadamard transform (Sylvester order, times width^-0.5). After the rotation.
+ *
+ * queries [maxRows, heads, width] f32, in place; width is a power of two
+ */
+export function hadamard(
+  recorder: Recorder,
+  args: {
+    readonly queries: Tensor;
+    readonly step: Tensor;
+    /** Rows of this step. */
+    readonly rowCount: number;
+  },
+): void {
+  const { queries, step, rowCount } = args;
+  const [, heads = 0, width = 0] = queries.shape;
+  assertShape(queries, [null, heads, width], 'f32');
+  assert((width & (width - 1)) === 0, `a Hadamard transform of ${width} dimensions`);
+  recorder.run(kernel, {
+    entry: 'transform',
+    tensors: { queries, step },
+    params: { heads, width, ratio: 1, entriesPerPage: 1, maxPages: 1, capacity: 1, rowStart: 0 },
+    workgroups: [Math.ceil((rowCount * heads) / LANES)],
+  });
+}
+
+/**
+ * Select the entries that each row attends to: with n(t) = floor((t+1)/r) visible entries, the topk largest scores
+ * I(t, s) = sum over heads of headWeights * max(0, query . key), times (width * heads)^-0.5; the smaller index wins a tie.
+ * Rows with n(t) <= topk see all their entries: nothing is written for them, and attention does not look.
+ *
+ * queries      [maxRows, heads, width] f32, rotated and transformed (`hadamard`)
+ * headWeights  [maxRows, heads] f32: x times weights_proj, transposed, unscaled
+ * keys         [pages, entriesPerPage, width] f32: index keys, transformed
+ * scores       [blockRows, maxEntries] f32, scratch. maxEntries is at least the largest n(t); rows are handled blockRows at a time
+ * selected     [maxRows, topk] u32, out: entry indices, ascending
+ * rows, sequences, pageTable, step: step metadata
+ *
+ * Follows section 3.8 of the model description.
+ */
+export function selectEntries(
+  recorder: Recorder,
+  args: {
+    readonly queries: Tensor;
+    readonly headWeights: Tensor;
+    readonly keys: Tensor;
+    readonly scores: Tensor;
+    readonly selected: Tensor;
+    readonly rows: Tensor;
+    readonly pageTable: Tensor;
+    readonly step: Tensor;
+    readonly ratio: number;
+    /** Rows of this step. */
+    readonly rowCount: number;
+    /** The greatest position among the rows of this step. */
+    readonly lastPosition: number;
+  },
+): void {
+  const { queries, headWeights, keys, scores, selected, rows, pageTable, step, ratio, rowCount, lastPosition } = args;
+  const [, heads = 0, width = 0] = queries.shape;
+  const [, entriesPerPage = 0] = keys.shape;
+  const [, maxPages = 0] = pageTable.shape;
+  const [blockRows = 0, capacity = 0] = scores.shape;
+  const [, topk = 0] = selected.shape;
+  assertShape(queries, [null, heads, width], 'f32');
+  assertShape(headWeights, [null, heads], 'f32');
+  assertShape(keys, [null, entriesPerPage, width], 'f32');
+  assertShape(selected, [null, topk], 'u32');
+  const entryCount = Math.floor((lastPosition + 1) / ratio);
+  if (entryCount <= topk) return;
+  assert(entryCount <= capacity, `${entryCount} entries, scratch for ${capacity}`);
+  for (let rowStart = 0; rowStart < rowCount; rowStart += blockRows) {
+    const blockCount = Math.min(blockRows, rowCount - rowStart);
+    const params = { heads, width, ratio, entriesPerPage, maxPages, capacity, rowStart, topk };
+    recorder.run(kernel, {
+      entry: 'score',
+      tensors: { queries, headWeights, keys, scores, rows, pageTable, step },
+      params,
+      workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],
+    });
+    recorder.run(kernel, {
+      entry: 'select',
+      tensors: { scores, selected, rows, step },
+      params,
+      workgroups: [blockCount],
+    });
+  }
+}
