@@ -1,0 +1,202 @@
+/**
+ * JSON spelled as Python's `json.dumps(value, ensure_ascii=False)` spells it.
+ *
+ * The model was trained on prompts rendered in Python, so `{"a":1.0}` must reach it as `{"a": 1.0}`. JSON.parse loses
+ * what that needs: number texts (1.0, 1e5, integers past 2^53) and the order of integer-like keys. Hence a reader that
+ * keeps both. Values that JSON.parse has already read (`jsonFromValue`) are spelled as well as what is left allows:
+ * 1.0 has become 1, and integer-like keys stand first.
+ */
+
+/** A JSON value with its number texts and key order. A repeated key has its first place and its last value. */
+export type Json =
+  | { kind: 'literal'; text: 'true' | 'false' | 'null' }
+  | { kind: 'number'; text: string }
+  | { kind: 'string'; value: string }
+  | { kind: 'array'; items: Json[] }
+  | { kind: 'object'; members: Map<string, Json> };
+
+/** Nesting allowed in a value. Python's own limit is about 1000; the bound keeps the recursion off the stack's end. */
+export const MAX_JSON_DEPTH = 256;
+
+/** Read JSON text (RFC 8259). Throws SyntaxError for anything else and for values nested beyond MAX_JSON_DEPTH. */
+export function parseJson(text: string): Json {
+  const reader = { text, offset: 0 };
+  const value = readValue(reader, 0);
+  skipWhitespace(reader);
+  if (reader.offset !== text.length) throw unexpected(reader);
+  return value;
+}
+
+/**
+ * The same for a value that JSON.parse returned. Members that are undefined are left out, as JSON.stringify does.
+ * Throws SyntaxError for what JSON cannot hold and for values nested beyond MAX_JSON_DEPTH.
+ */
+export function jsonFromValue(value: unknown, depth = 0): Json {
+  if (depth > MAX_JSON_DEPTH) throw new SyntaxError(`JSON nested deeper than ${MAX_JSON_DEPTH} levels`);
+  if (value === null) return { kind: 'literal', text: 'null' };
+  switch (typeof value) {
+    case 'boolean':
+      return { kind: 'literal', text: value ? 'true' : 'false' };
+    case 'string':
+      return { kind: 'string', value };
+    case 'number':
+      return { kind: 'number', text: numberText(value) };
+    case 'object': {
+      if (Array.isArray(value)) {
+        return { kind: 'array', items: value.map((item: unknown) => jsonFromValue(item, depth + 1)) };
+      }
+      const members = new Map<string, Json>();
+      for (const [key, member] of Object.entries(value)) {
+        if (member !== undefined) members.set(key, jsonFromValue(member, depth + 1));
+      }
+      return { kind: 'object', members };
+    }
+    default:
+      throw new SyntaxError(`JSON has no ${typeof value}`);
+  }
+}
+
+/** The text that Python's `json.dumps(value, ensure_ascii=False)` gives. */
+export function formatJson(value: Json): string {
+  switch (value.kind) {
+    case 'literal':
+      return value.text;
+    case 'number':
+      return pythonNumber(value.text);
+    case 'string':
+      return formatString(value.value);
+    case 'array':
+      return `[${value.items.map(formatJson).join(', ')}]`;
+    case 'object':
+      return `{${[...value.members].map(([key, member]) => `${formatString(key)}: ${formatJson(member)}`).join(', ')}}`;
+    default:
+      return value satisfies never;
+  }
+}
+
+/** A JSON string literal. JSON.stringify escapes what Python escapes, and lone surrogates, which UTF-8 cannot hold. */
+export function formatString(value: string): string {
+  return JSON.stringify(value);
+}
+
+/** An integer stays as written, but for -0, which Python reads as the integer 0. A float is read and printed again. */
+function pythonNumber(text: string): string {
+  if (/^-?\d+$/.test(text)) return text === '-0' ? '0' : text;
+  return pythonFloat(Number(text));
+}
+
+/**
+ * Python's `repr` of a float. Both languages print the fewest digits that read back the same; they differ in where the
+ * exponent begins (Python: below 1e-4 and from 1e16) and in how it is written.
+ */
+function pythonFloat(value: number): string {
+  // Python reads 1e400 as infinity and prints it like this, JSON or not.
+  if (!Number.isFinite(value)) return value < 0 ? '-Infinity' : 'Infinity';
+  if (Object.is(value, -0)) return '-0.0';
+  const [mantissa, exponentText] = value.toExponential().split('e') as [string, string];
+  const exponent = Number(exponentText);
+  if (exponent < -4 || exponent >= 16) {
+    return `${mantissa}e${exponent < 0 ? '-' : '+'}${String(Math.abs(exponent)).padStart(2, '0')}`;
+  }
+  const digits = mantissa.replace(/[-.]/g, '');
+  const sign = value < 0 ? '-' : '';
+  if (exponent < 0) return `${sign}0.${'0'.repeat(-exponent - 1)}${digits}`;
+  return `${sign}${digits.slice(0, exponent + 1).padEnd(exponent + 1, '0')}.${digits.slice(exponent + 1) || '0'}`;
+}
+
+/** Text for a number whose spelling is lost: whole numbers are taken for integers, up to where JavaScript prints 1e+21. */
+function numberText(value: number): string {
+  return Number.isInteger(value) && Math.abs(value) < 1e21 ? BigInt(value).toString() : String(value);
+}
+
+interface Reader {
+  readonly text: string;
+  offset: number;
+}
+
+const WHITESPACE = /[ \t\r\n]*/y;
+const NUMBER = /-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?/y;
+const LITERAL = /true|false|null/y;
+
+function readValue(reader: Reader, depth: number): Json {
+  if (depth > MAX_JSON_DEPTH) throw new SyntaxError(`JSON nested deeper than ${MAX_JSON_DEPTH} levels`);
+  skipWhitespace(reader);
+  switch (reader.text[reader.offset]) {
+    case '{':
+      return readObject(reader, depth);
+    case '[':
+      return readArray(reader, depth);
+    case '"':
+      return { kind: 'string', value: readString(reader) };
+    case 't':
+    case 'f':
+    case 'n':
+      return { kind: 'literal', text: take(reader, LITERAL) as 'true' | 'false' | 'null' };
+    default:
+      return { kind: 'number', text: take(reader, NUMBER) };
+  }
+}
+
+function readObject(reader: Reader, depth: number): Json {
+  const members = new Map<string, Json>();
+  reader.offset++;
+  if (takeChar(reader, '}')) return { kind: 'object', members };
+  for (;;) {
+    skipWhitespace(reader);
+    const key = readString(reader);
+    if (!takeChar(reader, ':')) throw unexpected(reader);
+    // Map.set on a key it has keeps the place and replaces the value, which is what a Python dict does.
+    members.set(key, readValue(reader, depth + 1));
+    if (takeChar(reader, '}')) return { kind: 'object', members };
+    if (!takeChar(reader, ',')) throw unexpected(reader);
+  }
+}
+
+function readArray(reader: Reader, depth: number): Json {
+  const items: Json[] = [];
+  reader.offset++;
+  if (takeChar(reader, ']')) return { kind: 'array', items };
+  for (;;) {
+    items.push(readValue(reader, depth + 1));
+    if (takeChar(reader, ']')) return { kind: 'array', items };
+    if (!takeChar(reader, ',')) throw unexpected(reader);
+  }
+}
+
+function readString(reader: Reader): string {
+  const start = reader.offset;
+  if (reader.text[start] !== '"') throw unexpected(reader);
+  // A loop, not a pattern: (?:[^"\\]|\\.)* overflows the matcher's stack on a string of some megabytes.
+  let end = start + 1;
+  while (end < reader.text.length && reader.text[end] !== '"') end += reader.text[end] === '\\' ? 2 : 1;
+  reader.offset = Math.min(end + 1, reader.text.length);
+  // JSON.parse checks the escapes, the control characters and the closing quote.
+  return JSON.parse(reader.text.slice(start, reader.offset)) as string;
+}
+
+/** Take `char` after whitespace, if it comes next. */
+function takeChar(reader: Reader, char: string): boolean {
+  skipWhitespace(reader);
+  if (reader.text[reader.offset] !== char) return false;
+  reader.offset++;
+  return true;
+}
+
+function take(reader: Reader, pattern: RegExp): string {
+  pattern.lastIndex = reader.offset;
+  const match = pattern.exec(reader.text);
+  if (match === null) throw unexpected(reader);
+  reader.offset = pattern.lastIndex;
+  return match[0];
+}
+
+function skipWhitespace(reader: Reader): void {
+  take(reader, WHITESPACE);
+}
+
+function unexpected(reader: Reader): SyntaxError {
+  const char = reader.text[reader.offset];
+  return new SyntaxError(
+    `expected JSON, found ${char === undefined ? 'its end' : JSON.stringify(char)} at offset ${reader.offset}`,
+  );
+}
