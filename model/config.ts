@@ -42,7 +42,7 @@ export interface ModelConfig {
   readonly expertsPerToken: number;
   readonly expertHiddenSize: number;
   readonly routeScale: number;
-  /** Clamp of gate (above) and up (both sides) before the activation; 0 means none. */
+  /** Clamp of gate (above) and up (both sides) before the activation. */
   readonly swigluLimit: number;
   /** Raw tokens that every layer attends over, the query's own included. */
   readonly windowTokens: number;
@@ -129,7 +129,7 @@ export function parseModelConfig(json: unknown): ModelConfig {
     expertsPerToken: root.count('num_experts_per_tok', 'n_activated_experts'),
     expertHiddenSize: root.count('moe_intermediate_size', 'moe_inter_dim', 'intermediate_size'),
     routeScale: root.positive('routed_scaling_factor', 'route_scale'),
-    swigluLimit: root.nonNegative('swiglu_limit'),
+    swigluLimit: root.positive('swiglu_limit'),
     windowTokens: root.count('sliding_window', 'window_size'),
     streams: root.count('hc_mult'),
     sinkhornIterations: root.count('hc_sinkhorn_iters'),
@@ -199,10 +199,6 @@ class Fields {
 
   positive(...names: string[]): number {
     return this.#number(names, 'a positive number', (value) => Number.isFinite(value) && value > 0);
-  }
-
-  nonNegative(...names: string[]): number {
-    return this.#number(names, 'a number of at least 0', (value) => Number.isFinite(value) && value >= 0);
   }
 
   optionalWhole(fallback: number, ...names: string[]): number {

@@ -1,0 +1,263 @@
+/**
+ * What the model keeps of its past: pages of compressed entries, and one state slot a sequence.
+ *
+ * A page holds the entries of `pageTokens` tokens, of every compressed layer; pages grow with the sequence and are lent
+ * by the scheduler. A slot has a fixed size and holds, per layer, the sliding window and the compressors' tails (the raw
+ * rows of the unfinished block and, where blocks overlap, of the one before). Everything is f32, one buffer a layer and
+ * kind. A page leaves the device as one run of bytes, and so does a slot:
+ *
+ *     page | layer 1 entries | layer 1 index keys | layer 2 entries | …        (layers without entries have no part)
+ *     slot | layer 0 window | layer 1 window | tail keys | tail gates | index tail keys | index tail gates | …
+ *
+ * Nothing needs clearing when a page or a slot changes hands: what is valid follows from positions alone.
+ */
+import type { Device } from '../kernels/device.ts';
+import { Recorder } from '../kernels/kernel.ts';
+import { allocateTensor, destroyTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
+
+/** Raw rows of one compressor that later entries still need. Row of token t at t mod ring. */
+export interface TailTensors {
+  /** f32 [slots, ring, c d]. */
+  readonly key: Tensor;
+  /** f32 [slots, ring, c d]; the position bias is already in it. */
+  readonly gate: Tensor;
+}
+
+/** The past of one layer. */
+export interface LayerCache {
+  /** f32 [slots, window, d]: row of token t at t mod window. */
+  readonly window: Tensor;
+  /** f32 [pages, pageTokens / ratio, d], and the tail it is made from; null in sliding layers. */
+  readonly entries: Tensor | null;
+  readonly tail: TailTensors | null;
+  /** f32 [pages, pageTokens / ratio, index d], and its tail; ratio-4 layers only. */
+  readonly indexKeys: Tensor | null;
+  readonly indexTail: TailTensors | null;
+}
+
+/** What two workers must agree on before bytes of pages and slots mean the same to both. */
+export interface CacheLayout {
+  readonly version: number;
+  readonly dtype: 'f32';
+  readonly pageTokens: number;
+  readonly windowTokens: number;
+  readonly headDim: number;
+  readonly indexHeadDim: number;
+  readonly ratios: readonly number[];
+  readonly pageBytes: number;
+  readonly slotBytes: number;
+}
+
+export interface KvCache {
+  readonly layers: readonly LayerCache[];
+  readonly pageCount: number;
+  readonly slotCount: number;
+  readonly pageBytes: number;
+  readonly slotBytes: number;
+  readonly layout: CacheLayout;
+  /**
+   * Copy units out, after all work submitted so far: one buffer for each page in order, then the slot's. The buffers are
+   * the caller's own memory. Rejects when the device is lost.
+   */
+  readUnits(units: { readonly pages: readonly number[]; readonly slot: number | null }): Promise<Uint8Array[]>;
+  /** Write one page from bytes made by `readUnits`; ordered before work submitted later. */
+  writePage(page: number, bytes: Uint8Array): void;
+  /** Write one slot; ordered before work submitted later. */
+  writeSlot(slot: number, bytes: Uint8Array): void;
+  /** Resolves when all writes so far have reached the device. Rejects when the device is lost. */
+  flushed(): Promise<void>;
+  /** Free all buffers. */
+  destroy(): void;
+}
+
+const LAYOUT_VERSION = 1;
+// Idle staging buffers kept for the next read. More are freed.
+const MAX_IDLE_STAGING = 4;
+
+/** Rows that a compressor of this ratio must keep: the unfinished block, and the one before it where blocks overlap. */
+export function tailRows(ratio: number): number {
+  return ratio === OVERLAP_RATIO ? 2 * ratio : ratio;
+}
+
+/**
+ * Allocate a cache of `pageCount` pages and `slotCount` slots.
+ *
+ * @throws RangeError when a layer's part exceeds what the device binds at once.
+ */
+export function createKvCache(
+  device: Device,
+  config: ModelConfig,
+  size: { pageCount: number; slotCount: number },
+): KvCache {
+  const layers = config.layers.map((_, index) => allocateLayer(device, config, index, size));
+  // Parts of a page and of a slot in the order of their bytes. The first dimension of each tensor is the page or slot.
+  const pageParts = layers.flatMap((layer) => [layer.entries, layer.indexKeys].filter((part) => part !== null));
+  const slotParts = layers.flatMap(slotPartsOf);
+  const pageBytes = pageParts.reduce((sum, part) => sum + unitBytes(part), 0);
+  const slotBytes = slotParts.reduce((sum, part) => sum + unitBytes(part), 0);
+  const staging = new StagingPool(device);
+
+  const write = (parts: readonly Tensor[], unit: number, bytes: Uint8Array): void => {
+    let offset = 0;
+    for (const part of parts) {
+      const partBytes = unitBytes(part);
+      uploadTensor(device, part, bytes.subarray(offset, offset + partBytes), unit * partBytes);
+      offset += partBytes;
+    }
+  };
+
+  return {
+    layers,
+    ...size,
+    pageBytes,
+    slotBytes,
+    layout: {
+      version: LAYOUT_VERSION,
+      dtype: 'f32',
+      pageTokens: config.pageTokens,
+      windowTokens: config.windowTokens,
+      headDim: config.headDim,
+      indexHeadDim: config.indexHeadDim,
+      ratios: config.layers.map((layer) => layer.ratio),
+      pageBytes,
+      slotBytes,
+    },
+    async readUnits({ pages, slot }) {
+      for (const page of pages) checkUnit('page', page, size.pageCount);
+      if (slot !== null) checkUnit('slot', slot, size.slotCount);
+      const units = pages.map((page) => ({ parts: pageParts, unit: page, byteLength: pageBytes }));
+      if (slot !== null) units.push({ parts: slotParts, unit: slot, byteLength: slotBytes });
+      const totalBytes = units.reduce((sum, unit) => sum + unit.byteLength, 0);
+      if (totalBytes === 0) return units.map(() => new Uint8Array(0));
+      return staging.use(totalBytes, async (buffer) => {
+        copyOut(device, units, buffer);
+        await Promise.race([buffer.mapAsync(GPUMapMode.READ, 0, totalBytes), device.lost]);
+        const mapped = buffer.getMappedRange(0, totalBytes);
+        let offset = 0;
+        return units.map(({ byteLength }) => {
+          offset += byteLength;
+          return new Uint8Array(mapped, offset - byteLength, byteLength).slice();
+        });
+      });
+    },
+    writePage(page, bytes) {
+      checkUnit('page', page, size.pageCount);
+      checkBytes('page', bytes, pageBytes);
+      write(pageParts, page, bytes);
+    },
+    writeSlot(slot, bytes) {
+      checkUnit('slot', slot, size.slotCount);
+      checkBytes('slot', bytes, slotBytes);
+      write(slotParts, slot, bytes);
+    },
+    async flushed() {
+      device.queue.submit([]);
+      await Promise.race([device.queue.onSubmittedWorkDone(), device.lost]);
+    },
+    destroy() {
+      staging.destroy();
+      for (const part of [...pageParts, ...slotParts]) destroyTensor(device, part);
+      // Dawn frees the memory of destroyed buffers at the next submit.
+      device.queue.submit([]);
+    },
+  };
+}
+
+function allocateLayer(
+  device: Device,
+  config: ModelConfig,
+  index: number,
+  size: { pageCount: number; slotCount: number },
+): LayerCache {
+  const { ratio } = config.layers[index]!;
+  const { headDim, indexHeadDim, pageTokens, windowTokens } = config;
+  const allocate = (name: string, shape: readonly number[]): Tensor =>
+    allocateTensor(device, { shape, dtype: 'f32', label: `cache layer ${index} ${name}` });
+  const tail = (name: string, dim: number): TailTensors => {
+    const shape = [size.slotCount, tailRows(ratio), ratio === OVERLAP_RATIO ? 2 * dim : dim];
+    return { key: allocate(`${name} keys`, shape), gate: allocate(`${name} gates`, shape) };
+  };
+  const indexed = ratio === OVERLAP_RATIO;
+  return {
+    window: allocate('window', [size.slotCount, windowTokens, headDim]),
+    entries: ratio > 0 ? allocate('entries', [size.pageCount, pageTokens / ratio, headDim]) : null,
+    tail: ratio > 0 ? tail('tail', headDim) : null,
+    indexKeys: indexed ? allocate('index keys', [size.pageCount, pageTokens / ratio, indexHeadDim]) : null,
+    indexTail: indexed ? tail('index tail', indexHeadDim) : null,
+  };
+}
+
+function slotPartsOf(layer: LayerCache): Tensor[] {
+  const tails = [layer.tail, layer.indexTail].filter((tail) => tail !== null);
+  return [layer.window, ...tails.flatMap((tail) => [tail.key, tail.gate])];
+}
+
+/** Bytes of one page's or slot's share of a tensor. */
+function unitBytes(part: Tensor): number {
+  return part.byteLength / part.shape[0]!;
+}
+
+function checkUnit(kind: string, unit: number, count: number): void {
+  if (!Number.isInteger(unit) || unit < 0 || unit >= count)
+    throw new RangeError(`${kind} ${unit} of a cache of ${count}`);
+}
+
+function checkBytes(kind: string, bytes: Uint8Array, expected: number): void {
+  if (bytes.byteLength !== expected) throw new RangeError(`a ${kind} has ${expected} bytes, found ${bytes.byteLength}`);
+}
+
+function copyOut(
+  device: Device,
+  units: readonly { parts: readonly Tensor[]; unit: number }[],
+  target: GPUBuffer,
+): void {
+  const recorder = new Recorder(device);
+  let offset = 0;
+  for (const { parts, unit } of units) {
+    for (const part of parts) {
+      const partBytes = unitBytes(part);
+      recorder.copy(part.buffer, part.offsetBytes + unit * partBytes, target, offset, partBytes);
+      offset += partBytes;
+    }
+  }
+  recorder.submit();
+}
+
+/** Mappable buffers for reads, a power of two long, reused: fresh ones cost page faults and wait for a submit to be freed. */
+class StagingPool {
+  readonly #device: Device;
+  readonly #idle: GPUBuffer[] = [];
+
+  constructor(device: Device) {
+    this.#device = device;
+  }
+
+  async use<T>(byteLength: number, read: (buffer: GPUBuffer) => Promise<T>): Promise<T> {
+    const found = this.#idle.findIndex((buffer) => buffer.size >= byteLength);
+    const buffer = found >= 0 ? this.#idle.splice(found, 1)[0]! : this.#allocate(byteLength);
+    let intact = false;
+    try {
+      const result = await read(buffer);
+      buffer.unmap();
+      intact = true;
+      return result;
+    } finally {
+      if (intact && this.#idle.length < MAX_IDLE_STAGING) this.#idle.push(buffer);
+      else buffer.destroy();
+    }
+  }
+
+  destroy(): void {
+    for (const buffer of this.#idle.splice(0)) buffer.destroy();
+  }
+
+  #allocate(byteLength: number): GPUBuffer {
+    const size = 2 ** Math.ceil(Math.log2(byteLength));
+    return this.#device.gpu.createBuffer({
+      size,
+      usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST,
+      label: 'cache staging',
+    });
+  }
+}
