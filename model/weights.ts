@@ -58,8 +58,8 @@ export interface MoeWeights {
   readonly bias: Tensor | null;
   /** u32 [V, K]: experts by token id, in hash layers only. */
   readonly table: Tensor | null;
-  readonly gate: ExpertWeight;
-  readonly up: ExpertWeight;
+  /** Two parts an expert: w1 (gate) and w3 (up). */
+  readonly gateUp: ExpertWeight;
   readonly down: ExpertWeight;
   readonly sharedGate: LinearWeight;
   readonly sharedUp: LinearWeight;
@@ -232,6 +232,15 @@ interface MatrixFormat {
   readonly scale2?: StoredTensor;
 }
 
+/** Which matrices of the experts to stack, and their shape. */
+interface ExpertArgs {
+  readonly prefix: string;
+  readonly matrices: readonly ['w1', 'w3'] | readonly ['w2'];
+  readonly count: number;
+  readonly rows: number;
+  readonly columns: number;
+}
+
 const FP8_BLOCK = 128;
 const MXFP4_BLOCK = 32;
 const NVFP4_BLOCK = 16;
@@ -319,44 +328,37 @@ class Inventory {
         shape: [rows, columns],
         parts: [whole(matrix.weight, matrix.conversion)],
       }),
-      ...this.#scales(name, [matrix], []),
+      ...this.#scales(name, [matrix]),
       rows,
       columns,
     };
   }
 
-  /** The same matrix of every expert, stacked: [experts, rows, columns]. */
-  experts(args: {
-    prefix: string;
-    matrix: 'w1' | 'w2' | 'w3';
-    count: number;
-    rows: number;
-    columns: number;
-  }): ExpertWeight {
-    const { prefix, matrix, count, rows, columns } = args;
-    const label = `${prefix}*.${matrix}`;
-    const shape = [count, rows, columns];
+  /** Matrices of equal shape of every expert, stacked: [count, matrices * rows, columns]. */
+  experts(args: ExpertArgs): ExpertWeight {
+    const { prefix, matrices, count, rows, columns } = args;
+    const parts = matrices.length;
+    const label = `${prefix}*.${matrices.join('+')}`;
+    const shape = [count, parts * rows, columns];
+    const size = { experts: count, parts, rows, columns };
     const fused = this.#fused(args);
-    if (fused) return { ...fused, experts: count, rows, columns };
+    if (fused) return { ...fused, ...size };
     const found: MatrixFormat[] = [];
     for (let expert = 0; expert < count; expert++) {
-      const one = this.#matrix(`${prefix}${expert}.${matrix}`, rows, columns);
-      if (one) found.push(one);
+      for (const matrix of matrices) {
+        const one = this.#matrix(`${prefix}${expert}.${matrix}`, rows, columns);
+        if (one) found.push(one);
+      }
     }
     const first = found[0];
-    const odd = found.find((one) => one.format !== first!.format || one.scale?.conversion !== first!.scale?.conversion);
-    if (odd)
+    const odd = found.find((one) => one.format !== first!.format);
+    if (odd) {
       this.#faults.push(
         `${odd.weight.name} is stored in ${odd.format}, ${first!.weight.name} in ${first!.format}: experts of a layer must agree`,
       );
-    if (!first || odd || found.length < count) {
-      return {
-        format: 'f32',
-        weight: this.#place({ label, dtype: 'f32', shape, parts: [] }),
-        experts: count,
-        rows,
-        columns,
-      };
+    }
+    if (!first || odd || found.length < count * parts) {
+      return { format: 'f32', weight: this.#place({ label, dtype: 'f32', shape, parts: [] }), ...size };
     }
     return {
       format: first.format,
@@ -366,54 +368,38 @@ class Inventory {
         shape,
         parts: found.map((one) => whole(one.weight, one.conversion)),
       }),
-      ...this.#scales(label, found, [count]),
-      experts: count,
-      rows,
-      columns,
+      ...this.#scales(label, found, { count, parts }),
+      ...size,
     };
   }
 
   // transformers keeps experts in two tensors: gate_up_proj [E, 2 I, D] (gate rows first) and down_proj [E, D, I].
-  #fused(args: {
-    prefix: string;
-    matrix: 'w1' | 'w2' | 'w3';
-    count: number;
-    rows: number;
-    columns: number;
-  }): Pick<LinearWeight, 'format' | 'weight'> | null {
-    const { prefix, matrix, count, rows, columns } = args;
-    const name = prefix + (matrix === 'w2' ? 'down_proj' : 'gate_up_proj');
+  #fused(args: ExpertArgs): Pick<LinearWeight, 'format' | 'weight'> | null {
+    const { prefix, matrices, count, rows, columns } = args;
+    const name = prefix + (matrices.length === 2 ? 'gate_up_proj' : 'down_proj');
     if (!this.has(name)) return null;
-    const blocks = matrix === 'w2' ? 1 : 2;
-    const stored = this.#take(name, [count, blocks * rows, columns]);
+    const shape = [count, matrices.length * rows, columns];
+    const stored = this.#take(name, shape);
     const conversion = stored && MATRIX_CONVERSIONS[stored.dtype];
     if (stored && !conversion) this.#mistyped(stored, 'F32, BF16 or F16 (fused experts)');
     const format = stored?.dtype === 'BF16' ? 'bf16' : 'f32';
-    const parts: Part[] = [];
-    if (stored && conversion) {
-      const byteLength = (stored.end - stored.start) / count / blocks;
-      for (let expert = 0; expert < count; expert++) {
-        const block = expert * blocks + (matrix === 'w3' ? 1 : 0);
-        parts.push({ stored, offset: block * byteLength, byteLength, conversion });
-      }
-    }
-    return {
-      format,
-      weight: this.#place({ label: `${prefix}*.${matrix}`, dtype: format, shape: [count, rows, columns], parts }),
-    };
+    const parts = stored && conversion ? [whole(stored, conversion)] : [];
+    return { format, weight: this.#place({ label: name, dtype: format, shape, parts }) };
   }
 
+  // `stack` is given for experts, whose scales are stacked like their matrices.
   #scales(
     label: string,
     matrices: readonly MatrixFormat[],
-    stack: readonly number[],
+    stack?: { count: number; parts: number },
   ): Pick<LinearWeight, 'scale' | 'scale2'> {
     const { scale, scale2 } = matrices[0]!;
     if (!scale) return {};
+    const [rows, columns] = scale.shape as [number, number];
     const scaleTensor = this.#place({
       label: `${label} scale`,
       dtype: scale.dtype,
-      shape: [...stack, ...scale.shape],
+      shape: stack ? [stack.count, stack.parts * rows, columns] : [rows, columns],
       parts: matrices.map((matrix) => whole(matrix.scale!.stored, matrix.scale!.conversion)),
     });
     if (!scale2) return { scale: scaleTensor };
@@ -422,7 +408,7 @@ class Inventory {
       scale2: this.#place({
         label: `${label} scale 2`,
         dtype: 'f32',
-        shape: stack.length > 0 ? stack : [1],
+        shape: stack ? [stack.count, stack.parts] : [1],
         parts: matrices.map((matrix) => whole(matrix.scale2!, 'copy')),
       }),
     };
@@ -631,9 +617,8 @@ function describeMoe(inventory: Inventory, config: ModelConfig, prefix: string, 
     router: inventory.linear(`${prefix}gate`, count, hiddenSize),
     bias: hash ? null : inventory.vector(`${prefix}gate.bias`, [count]),
     table: hash ? inventory.table(`${prefix}gate.tid2eid`, [vocabSize, expertsPerToken], count) : null,
-    gate: inventory.experts({ ...experts, matrix: 'w1', rows: expertHiddenSize, columns: hiddenSize }),
-    up: inventory.experts({ ...experts, matrix: 'w3', rows: expertHiddenSize, columns: hiddenSize }),
-    down: inventory.experts({ ...experts, matrix: 'w2', rows: hiddenSize, columns: expertHiddenSize }),
+    gateUp: inventory.experts({ ...experts, matrices: ['w1', 'w3'], rows: expertHiddenSize, columns: hiddenSize }),
+    down: inventory.experts({ ...experts, matrices: ['w2'], rows: hiddenSize, columns: expertHiddenSize }),
     sharedGate: inventory.linear(`${prefix}shared_experts.w1`, expertHiddenSize, hiddenSize),
     sharedUp: inventory.linear(`${prefix}shared_experts.w3`, expertHiddenSize, hiddenSize),
     sharedDown: inventory.linear(`${prefix}shared_experts.w2`, hiddenSize, expertHiddenSize),
