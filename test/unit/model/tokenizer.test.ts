@@ -108,7 +108,7 @@ test('pushed texts join to the decoding of all ids, and none ends in half a code
     fc.property(fc.array(id, { maxLength: 30 }), fc.boolean(), (ids, skipSpecialTokens) => {
       const texts = pushAll(ids, { skipSpecialTokens });
       assert.equal(texts.join(''), tokenizer.decode(ids, { skipSpecialTokens }));
-      for (const text of texts) assert.ok(text.isWellFormed(), JSON.stringify(text));
+      for (const text of texts) assert.doesNotMatch(text, /\p{Surrogate}/u);
     }),
     { seed: 1, numRuns: 2000 },
   );
