@@ -1,0 +1,274 @@
+/**
+ * What becomes of the tokens of one request on their way to the client: text without half characters,
+ * stop strings found across token edges, reasoning, content and tool calls told apart, tokens counted,
+ * and the reason why the answer ended. Pure.
+ *
+ *     token ids ─ detokenizer ─ chat parser ─ stop strings ─ deltas
+ *                               (chat only)
+ *
+ * Tokens are taken one at a time, whatever the batches they arrive in, so every split of the token stream
+ * gives the same answer, and a whole answer is the sum of its deltas.
+ */
+import type { ChatParser } from '../model/chat-parser.ts';
+import type { ChatDelta } from '../model/chat.ts';
+import type { Detokenizer } from '../model/tokenizer.ts';
+
+/** A piece of the answer. A completion has content only. Texts are never empty. */
+export type AnswerDelta =
+  | { kind: 'reasoning'; text: string }
+  | { kind: 'content'; text: string }
+  | { kind: 'tool_call'; index: number; id: string; name: string }
+  | { kind: 'tool_arguments'; index: number; text: string };
+
+/** The deltas of one answer, summed. */
+export interface Answer {
+  reasoning: string;
+  content: string;
+  toolCalls: { id: string; name: string; arguments: string }[];
+}
+
+/** Why an answer ended. `matchedStop` is the stop string or stop token id that was met, else null. */
+export interface Finish {
+  reason: 'stop' | 'length' | 'tool_calls';
+  matchedStop: string | number | null;
+}
+
+/** Counts of one request. Completion tokens include reasoning, tool markup and the stop token. */
+export interface TokenUsage {
+  promptTokens: number;
+  completionTokens: number;
+  reasoningTokens: number;
+}
+
+/** What a generation needs to know of its request. */
+export interface GenerationOptions {
+  promptTokenCount: number;
+  /** Ids that end the answer when sampled. */
+  stopTokenIds: readonly number[];
+  /** Stop strings, none of them empty. */
+  stop: readonly string[];
+  /** Whether the text of this token is left out of the answer (the end-of-sentence mark, say). */
+  isHidden(id: number): boolean;
+  detokenizer: Detokenizer;
+  /** Reads reasoning and tool calls out of a chat answer; null for a completion. */
+  parser: ChatParser | null;
+  /** Whether the answer starts as reasoning. */
+  thinking: boolean;
+  /** How many tool calls the answer may hold: 0 drops them all, 1 ends the answer before a second one. */
+  maxToolCalls: number;
+  /** A new id for a tool call. */
+  newCallId(): string;
+}
+
+/** The answer of one request while it grows. */
+export interface Generation {
+  /** Take the next tokens; returns what they add. Once `finish` is set, tokens are ignored. */
+  push(ids: readonly number[]): AnswerDelta[];
+  /** The room has ended by itself: returns the text that was held back, and sets `finish`. */
+  end(outcome: 'stop' | 'length'): AnswerDelta[];
+  /** Set by `end`, and by `push` as soon as a stop string is met. */
+  readonly finish: Finish | null;
+  readonly usage: TokenUsage;
+}
+
+/** The tokens of one request on their way to its client; see the head of this file. */
+export function createGeneration(options: GenerationOptions): Generation {
+  const { detokenizer, parser, stopTokenIds, maxToolCalls } = options;
+  const usage: TokenUsage = { promptTokens: options.promptTokenCount, completionTokens: 0, reasoningTokens: 0 };
+  const matcher = createStopMatcher(options.stop);
+  let textKind: 'reasoning' | 'content' = options.thinking ? 'reasoning' : 'content';
+  let callsBegun = 0;
+  let lastStopTokenId: number | null = null;
+  let finish: Finish | null = null;
+
+  /** End the answer here; nothing that comes later is read. */
+  function finishNow(reason: 'stop' | 'length', matchedStop: string | number | null): void {
+    const hasToolCall = maxToolCalls > 0 && parser !== null && parser.toolCallCount > 0;
+    finish = { reason: reason === 'stop' && hasToolCall ? 'tool_calls' : reason, matchedStop };
+  }
+
+  /** Pass on what the stop matcher held back: no stop string continues past here. */
+  function releaseHeldText(deltas: AnswerDelta[]): void {
+    appendDelta(deltas, { kind: textKind, text: matcher.flush() });
+  }
+
+  function takeText(kind: 'reasoning' | 'content', text: string, deltas: AnswerDelta[]): void {
+    if (kind !== textKind) {
+      releaseHeldText(deltas);
+      textKind = kind;
+    }
+    const { free, matched } = matcher.push(text);
+    appendDelta(deltas, { kind, text: free });
+    if (matched !== null) finishNow('stop', matched);
+  }
+
+  function takeChatDelta(delta: ChatDelta, deltas: AnswerDelta[]): void {
+    switch (delta.kind) {
+      case 'reasoning':
+      case 'content':
+        return takeText(delta.kind, delta.text, deltas);
+      case 'tool_name':
+        releaseHeldText(deltas);
+        textKind = 'content';
+        if (maxToolCalls === 0) return;
+        if (callsBegun === maxToolCalls) return finishNow('stop', null);
+        callsBegun += 1;
+        return appendDelta(deltas, {
+          kind: 'tool_call',
+          index: delta.index,
+          id: options.newCallId(),
+          name: delta.name,
+        });
+      case 'tool_arguments':
+        if (maxToolCalls === 0) return;
+        return appendDelta(deltas, { kind: 'tool_arguments', index: delta.index, text: delta.text });
+      default:
+        delta satisfies never;
+    }
+  }
+
+  function takeDecoded(text: string, deltas: AnswerDelta[]): void {
+    if (text === '') return;
+    if (parser === null) return takeText('content', text, deltas);
+    for (const delta of parser.push(text)) {
+      if (finish === null) takeChatDelta(delta, deltas);
+    }
+  }
+
+  return {
+    push(ids) {
+      const deltas: AnswerDelta[] = [];
+      for (const id of ids) {
+        if (finish !== null) break;
+        usage.completionTokens += 1;
+        const isStop = stopTokenIds.includes(id);
+        if (isStop) lastStopTokenId = id;
+        if (!options.isHidden(id)) takeDecoded(detokenizer.push(id), deltas);
+        // The mark that closes the reasoning still counts as reasoning: no content has come of it yet.
+        if (textKind === 'reasoning' && !isStop) usage.reasoningTokens += 1;
+      }
+      return deltas;
+    },
+
+    end(outcome) {
+      const deltas: AnswerDelta[] = [];
+      if (finish !== null) return deltas;
+      takeDecoded(detokenizer.flush(), deltas);
+      for (const delta of parser === null ? [] : parser.end()) {
+        if (finish === null) takeChatDelta(delta, deltas);
+      }
+      if (finish !== null) return deltas;
+      releaseHeldText(deltas);
+      finishNow(outcome, outcome === 'stop' ? lastStopTokenId : null);
+      return deltas;
+    },
+
+    get finish() {
+      return finish;
+    },
+    usage,
+  };
+}
+
+/** Add `delta` to the end of `deltas`, joined to the last one where both are text of one kind. */
+export function appendDelta(deltas: AnswerDelta[], delta: AnswerDelta): void {
+  if (delta.kind === 'tool_call') {
+    deltas.push(delta);
+    return;
+  }
+  if (delta.text === '') return;
+  const last = deltas.at(-1);
+  if (last === undefined || last.kind === 'tool_call' || last.kind !== delta.kind) {
+    deltas.push({ ...delta });
+    return;
+  }
+  if (last.kind === 'tool_arguments' && delta.kind === 'tool_arguments' && last.index !== delta.index) {
+    deltas.push({ ...delta });
+    return;
+  }
+  last.text += delta.text;
+}
+
+/** The sum of `deltas`: what a client that does not stream gets. */
+export function sumDeltas(deltas: readonly AnswerDelta[]): Answer {
+  const answer: Answer = { reasoning: '', content: '', toolCalls: [] };
+  for (const delta of deltas) {
+    switch (delta.kind) {
+      case 'reasoning':
+      case 'content':
+        answer[delta.kind] += delta.text;
+        break;
+      case 'tool_call':
+        answer.toolCalls[delta.index] = { id: delta.id, name: delta.name, arguments: '' };
+        break;
+      case 'tool_arguments': {
+        const call = answer.toolCalls[delta.index];
+        if (call !== undefined) call.arguments += delta.text;
+        break;
+      }
+      default:
+        delta satisfies never;
+    }
+  }
+  return answer;
+}
+
+/** Finds stop strings in text that arrives in pieces. */
+interface StopMatcher {
+  /** Text that can no longer be part of a stop string, and the stop string that has just ended, if any. */
+  push(text: string): { free: string; matched: string | null };
+  /** What was held back, as no more text follows; the next text starts afresh. */
+  flush(): string;
+}
+
+/**
+ * Matcher for `stops`: the one that ends first wins, at an equal end the longest, and the text before it is
+ * free. Every stop string has its own Knuth-Morris-Pratt automaton, so the cost is linear in the text and
+ * the longest suffix that may still become a stop string is the largest state.
+ */
+export function createStopMatcher(stops: readonly string[]): StopMatcher {
+  const automata = stops.map((stop) => ({ stop, fallback: fallbackTable(stop), state: 0 }));
+  let held = '';
+
+  return {
+    push(text) {
+      if (automata.length === 0) return { free: text, matched: null };
+      const pending = held + text;
+      for (let position = held.length; position < pending.length; position += 1) {
+        let matched: string | null = null;
+        for (const automaton of automata) {
+          const { stop, fallback } = automaton;
+          const unit = pending[position];
+          let state = automaton.state;
+          while (state > 0 && stop[state] !== unit) state = fallback[state - 1]!;
+          if (stop[state] === unit) state += 1;
+          automaton.state = state;
+          if (state === stop.length && stop.length > (matched?.length ?? 0)) matched = stop;
+        }
+        if (matched !== null) return { free: pending.slice(0, position + 1 - matched.length), matched };
+      }
+      const holdLength = Math.max(...automata.map((automaton) => automaton.state));
+      held = pending.slice(pending.length - holdLength);
+      return { free: pending.slice(0, pending.length - holdLength), matched: null };
+    },
+
+    flush() {
+      const text = held;
+      held = '';
+      for (const automaton of automata) automaton.state = 0;
+      return text;
+    },
+  };
+}
+
+/** For each length of a matched beginning of `pattern`, less one: the length of its longest proper border. */
+function fallbackTable(pattern: string): number[] {
+  const table = [0];
+  let length = 0;
+  for (let position = 1; position < pattern.length; position += 1) {
+    while (length > 0 && pattern[position] !== pattern[length]) length = table[length - 1]!;
+    if (pattern[position] === pattern[length]) length += 1;
+    table.push(length);
+  }
+  return table;
+}
