@@ -40,7 +40,9 @@ interface StreamTimes {
 /** One streaming completion from token ids; times at the client, from the request's first byte. */
 async function runStream(url: string, model: string, seed: number): Promise<StreamTimes> {
   // Distinct prompts: equal ones would measure a prefix cache. Ids below 256 are plain bytes of the vocabulary.
-  const prompt = Array.from({ length: promptTokens }, (_, index) => (index === 0 ? 0 : 2 + ((seed * 31 + index * 17) % 250)));
+  const prompt = Array.from({ length: promptTokens }, (_, index) =>
+    index === 0 ? 0 : 2 + ((seed * 31 + index * 17) % 250),
+  );
   const startMs = performance.now();
   const response = await fetch(`${url}/v1/completions`, {
     method: 'POST',
@@ -134,8 +136,17 @@ try {
       tokensPerSecond.push(results.reduce((sum, result) => sum + result.tokens, 0) / seconds);
     }
     const line = {
-      bench: 'serve', commit, device, model, streams, promptTokens, outputTokens, rounds,
-      ttftMs: spread(ttftMs), itlMs: spread(itlMs), tokensPerSecond: spread(tokensPerSecond),
+      bench: 'serve',
+      commit,
+      device,
+      model,
+      streams,
+      promptTokens,
+      outputTokens,
+      rounds,
+      ttftMs: spread(ttftMs),
+      itlMs: spread(itlMs),
+      tokensPerSecond: spread(tokensPerSecond),
     };
     process.stdout.write(`${JSON.stringify(line)}\n`);
   }

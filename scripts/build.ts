@@ -15,7 +15,10 @@ const entry = join(dist, 'server/main.js');
 
 rmSync(dist, { recursive: true, force: true });
 const compiler = join(root, 'node_modules/typescript/bin/tsc');
-const { status } = spawnSync(process.execPath, [compiler, '-p', 'tsconfig.build.json'], { cwd: root, stdio: 'inherit' });
+const { status } = spawnSync(process.execPath, [compiler, '-p', 'tsconfig.build.json'], {
+  cwd: root,
+  stdio: 'inherit',
+});
 if (status !== 0) process.exit(status ?? 1);
 
 cpSync(join(root, 'kernels'), join(dist, 'kernels'), {
