@@ -1,0 +1,311 @@
+/**
+ * Output text to reasoning, content and tool calls, while it arrives.
+ *
+ *     start ─▶ reasoning ─▶ content ─▶ block ◀─▶ invokeName ─▶ invoke ◀─▶ parameterHeader ─▶ string | json
+ *                  └───────────────────▲ │                                                  (back to invoke)
+ *                                        └─▶ done
+ *
+ * Each state looks for its own markers; what cannot be part of one is passed on at once, a tail that could become one
+ * is held back. So every split of the output gives the same answer, and markup never shows as text. Follows the
+ * official parser for what the trained format is, and is lenient where models and public servers have been seen to
+ * stray: calls inside the reasoning, no wrapper tags, unclosed invokes, JSON in the place of parameters.
+ */
+import { CHAT_TOKENS } from './chat.ts';
+import type { ChatDelta } from './chat.ts';
+
+/** Reads one answer. Feed every piece of text to `push`, then call `end` once. */
+export interface ChatParser {
+  /** Deltas that `text`, the next piece of the output without the end token, completes. Neighbours are merged. */
+  push(text: string): ChatDelta[];
+  /** Deltas of the text still held back. Markup of a truncated tool block is dropped; open JSON stays open. */
+  end(): ChatDelta[];
+  /** Tool calls read to their end so far: above 0, the answer's finish reason is `tool_calls`. */
+  readonly toolCallCount: number;
+}
+
+/**
+ * Make a parser for one answer.
+ *
+ * `thinking` says that the prompt ended with `<think>`: the answer begins as reasoning. `tools` says that calls are
+ * looked for: without it their markup is text. The arguments of a call are assembled as text, `{"k": v, …}`, where a
+ * string parameter is escaped and any other is passed as the model wrote it, or as a string if it is not JSON. A
+ * repeated parameter is written again: JSON readers keep the last.
+ */
+export function createChatParser(options: { thinking: boolean; tools: boolean }): ChatParser {
+  return new Parser(options.thinking, options.tools);
+}
+
+type State =
+  | 'start'
+  | 'reasoning'
+  | 'content'
+  | 'block'
+  | 'invokeName'
+  | 'invoke'
+  | 'parameterHeader'
+  | 'string'
+  | 'json'
+  | 'done';
+
+const TAG = `<${CHAT_TOKENS.dsml}`;
+/** What tells an unfinished tag from a lone `<`. */
+const TAG_BEGINNING = TAG.slice(0, 2);
+const END_TAG = `</${CHAT_TOKENS.dsml}`;
+const BLOCK_START = `${TAG}tool_calls>`;
+const BLOCK_END = `${END_TAG}tool_calls>`;
+const INVOKE_START = `${TAG}invoke name=`;
+const INVOKE_END = `${END_TAG}invoke>`;
+const PARAMETER_START = `${TAG}parameter name=`;
+const PARAMETER_END = `${END_TAG}parameter>`;
+/** Ends the header of an invoke or a parameter: the last attribute's quote and the bracket. */
+const HEADER_END = '">';
+
+/** Texts that a state looks for. None may begin inside another, unless both end together. */
+interface Markers {
+  readonly texts: readonly string[];
+  /** Finds the first of them in one pass. */
+  readonly pattern: RegExp;
+}
+
+const BLOCK_OPENERS = [`\n\n${BLOCK_START}`, BLOCK_START, `\n\n${INVOKE_START}`, INVOKE_START];
+const IN_REASONING = markers(CHAT_TOKENS.thinkEnd);
+const IN_REASONING_WITH_TOOLS = markers(CHAT_TOKENS.thinkEnd, ...BLOCK_OPENERS);
+const IN_CONTENT = markers();
+const IN_CONTENT_WITH_TOOLS = markers(...BLOCK_OPENERS);
+const IN_BLOCK = markers(INVOKE_START, BLOCK_END);
+const IN_HEADER = markers(HEADER_END, TAG, END_TAG);
+const IN_INVOKE = markers(PARAMETER_START, INVOKE_END, INVOKE_START, BLOCK_END);
+const IN_PARAMETER = markers(PARAMETER_END);
+
+class Parser implements ChatParser {
+  toolCallCount = 0;
+  readonly #tools: boolean;
+  #state: State;
+  /** Text not yet consumed; between pushes never longer than a marker. */
+  #buffer = '';
+  #deltas: ChatDelta[] = [];
+  /** Calls begun, so the current one's index is one less. */
+  #callsBegun = 0;
+  /** Text collected by the current state: a header, a JSON value, or the body of an invoke. */
+  #collected = '';
+  /** Whether the arguments of the current call have a `{` yet. */
+  #argumentsOpen = false;
+
+  constructor(thinking: boolean, tools: boolean) {
+    this.#tools = tools;
+    this.#state = thinking ? 'start' : 'content';
+  }
+
+  push(text: string): ChatDelta[] {
+    this.#buffer += text;
+    while (this.#step()) {
+      // Each step consumes one marker; the last one finds none and leaves what may become one.
+    }
+    return this.#takeDeltas();
+  }
+
+  end(): ChatDelta[] {
+    // Inside a block nothing held back is text. Before one, the tail is text unless a tag has clearly begun.
+    const text = this.#tools && this.#buffer.includes(TAG_BEGINNING) ? '' : this.#buffer;
+    if (this.#state === 'start' || this.#state === 'reasoning') this.#emitText('reasoning', text);
+    else if (this.#state === 'content') this.#emitText('content', text);
+    this.#buffer = '';
+    this.#state = 'done';
+    return this.#takeDeltas();
+  }
+
+  /** Consume text up to and including one marker. False when more text is needed. */
+  #step(): boolean {
+    switch (this.#state) {
+      case 'start': {
+        // The model sometimes repeats the <think> that ended the prompt.
+        const { thinkStart } = CHAT_TOKENS;
+        if (this.#buffer.length < thinkStart.length && thinkStart.startsWith(this.#buffer)) return false;
+        if (this.#buffer.startsWith(thinkStart)) this.#buffer = this.#buffer.slice(thinkStart.length);
+        this.#state = 'reasoning';
+        return true;
+      }
+      case 'reasoning': {
+        const { text, marker } = this.#takeUntil(this.#tools ? IN_REASONING_WITH_TOOLS : IN_REASONING);
+        this.#emitText('reasoning', text);
+        if (marker === CHAT_TOKENS.thinkEnd) this.#state = 'content';
+        else if (marker !== null) this.#openBlock(marker);
+        return marker !== null;
+      }
+      case 'content': {
+        const { text, marker } = this.#takeUntil(this.#tools ? IN_CONTENT_WITH_TOOLS : IN_CONTENT);
+        this.#emitText('content', text);
+        if (marker !== null) this.#openBlock(marker);
+        return marker !== null;
+      }
+      case 'block': {
+        const { marker } = this.#takeUntil(IN_BLOCK);
+        if (marker === INVOKE_START) this.#state = 'invokeName';
+        else if (marker === BLOCK_END) this.#state = 'done';
+        return marker !== null;
+      }
+      case 'invokeName':
+        return this.#stepHeader((header) => this.#beginCall(header));
+      case 'invoke': {
+        const { text, marker } = this.#takeUntil(IN_INVOKE);
+        this.#collected += text;
+        if (marker === null) return false;
+        if (marker === PARAMETER_START) {
+          this.#collected = '';
+          this.#state = 'parameterHeader';
+          return true;
+        }
+        // A missing closing tag is forgiven when the next invoke or the block's end shows that the call is over.
+        this.#endCall();
+        this.#state = marker === INVOKE_START ? 'invokeName' : marker === BLOCK_END ? 'done' : 'block';
+        return true;
+      }
+      case 'parameterHeader':
+        return this.#stepHeader((header) => this.#beginParameter(header));
+      case 'string': {
+        const { text, marker } = this.#takeUntil(IN_PARAMETER);
+        this.#emitArguments(JSON.stringify(text).slice(1, -1));
+        if (marker === null) return false;
+        this.#emitArguments('"');
+        this.#state = 'invoke';
+        return true;
+      }
+      case 'json': {
+        const { text, marker } = this.#takeUntil(IN_PARAMETER);
+        this.#collected += text;
+        if (marker === null) return false;
+        this.#emitArguments(parsesAsJson(this.#collected) ? this.#collected : JSON.stringify(this.#collected));
+        this.#collected = '';
+        this.#state = 'invoke';
+        return true;
+      }
+      case 'done':
+        this.#buffer = '';
+        return false;
+      default:
+        return this.#state satisfies never;
+    }
+  }
+
+  /** Enter the tool block at `marker`, one of BLOCK_OPENERS. An invoke without the wrapper opens it too. */
+  #openBlock(marker: string): void {
+    this.#state = marker.endsWith(INVOKE_START) ? 'invokeName' : 'block';
+  }
+
+  /** Read a header to its end and give it to `begin`; one that a tag interrupts is dropped, and the tag kept. */
+  #stepHeader(begin: (header: string) => void): boolean {
+    const before = this.#buffer;
+    const { text, marker } = this.#takeUntil(IN_HEADER);
+    this.#collected += text;
+    if (marker === null) return false;
+    const header = this.#collected;
+    this.#collected = '';
+    if (marker === HEADER_END) {
+      begin(header);
+    } else {
+      this.#buffer = before.slice(text.length);
+      this.#state = this.#state === 'invokeName' ? 'block' : 'invoke';
+    }
+    return true;
+  }
+
+  /** `header` is `"NAME`. An unreadable one makes no call; the parameters that follow are skipped with it. */
+  #beginCall(header: string): void {
+    const name = /^"([^"]+)/.exec(header)?.[1];
+    if (name === undefined) {
+      this.#state = 'block';
+      return;
+    }
+    this.#deltas.push({ kind: 'tool_name', index: this.#callsBegun++, name });
+    this.#argumentsOpen = false;
+    this.#state = 'invoke';
+  }
+
+  /** `header` is `"NAME" string="true`, `"NAME" string="false`, or `"NAME`, which is taken for a string. */
+  #beginParameter(header: string): void {
+    const match = /^"(.*)"\s+string="([^"]*)$/s.exec(header) ?? /^"([^"]*)/.exec(header);
+    if (match === null) {
+      this.#state = 'invoke';
+      return;
+    }
+    const isString = match[2] !== 'false';
+    const separator = this.#argumentsOpen ? ', ' : '{';
+    this.#argumentsOpen = true;
+    this.#emitArguments(`${separator}${JSON.stringify(match[1])}: ${isString ? '"' : ''}`);
+    this.#state = isString ? 'string' : 'json';
+  }
+
+  /** Close the arguments. Without parameters they are the JSON object in the body, if there is one, else empty. */
+  #endCall(): void {
+    const body = this.#collected.trim();
+    this.#collected = '';
+    if (this.#argumentsOpen) this.#emitArguments('}');
+    else this.#emitArguments(body.startsWith('{') && parsesAsJson(body) ? body : '{}');
+    this.toolCallCount++;
+  }
+
+  /**
+   * Take the text before the first marker, and the marker. Without one, take the text that cannot be the beginning of
+   * one, nor half a surrogate pair.
+   */
+  #takeUntil({ texts, pattern }: Markers): { text: string; marker: string | null } {
+    const buffer = this.#buffer;
+    const match = pattern.exec(buffer);
+    if (match !== null) {
+      this.#buffer = buffer.slice(match.index + match[0].length);
+      return { text: buffer.slice(0, match.index), marker: match[0] };
+    }
+    let heldLength = isHighSurrogate(buffer.charCodeAt(buffer.length - 1)) ? 1 : 0;
+    for (const text of texts) heldLength = Math.max(heldLength, overlap(buffer, text));
+    const end = buffer.length - heldLength;
+    this.#buffer = buffer.slice(end);
+    return { text: buffer.slice(0, end), marker: null };
+  }
+
+  #emitText(kind: 'reasoning' | 'content', text: string): void {
+    if (text === '') return;
+    const last = this.#deltas.at(-1);
+    if (last?.kind === kind) last.text += text;
+    else this.#deltas.push({ kind, text });
+  }
+
+  #emitArguments(text: string): void {
+    if (text === '') return;
+    const last = this.#deltas.at(-1);
+    if (last?.kind === 'tool_arguments') last.text += text;
+    else this.#deltas.push({ kind: 'tool_arguments', index: this.#callsBegun - 1, text });
+  }
+
+  #takeDeltas(): ChatDelta[] {
+    const deltas = this.#deltas;
+    this.#deltas = [];
+    return deltas;
+  }
+}
+
+/** Markers to look for; none at all match nowhere. */
+function markers(...texts: string[]): Markers {
+  // No marker has a character that patterns treat specially.
+  return { texts, pattern: new RegExp(texts.length === 0 ? '(?!)' : texts.join('|')) };
+}
+
+/** Length of the longest tail of `text` that is a beginning, but not the whole, of `marker`. */
+function overlap(text: string, marker: string): number {
+  for (let length = Math.min(marker.length - 1, text.length); length > 0; length--) {
+    if (text.endsWith(marker.slice(0, length))) return length;
+  }
+  return 0;
+}
+
+function isHighSurrogate(code: number): boolean {
+  return code >= 0xd800 && code <= 0xdbff;
+}
+
+function parsesAsJson(text: string): boolean {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}

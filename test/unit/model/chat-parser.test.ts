@@ -1,0 +1,407 @@
+import assert from 'node:assert/strict';
+import { readFileSync } from 'node:fs';
+import test from 'node:test';
+import fc from 'fast-check';
+import { createChatParser } from '../../../model/chat-parser.ts';
+import { loadChatEncoding, renderChat } from '../../../model/chat.ts';
+import type { ChatDelta } from '../../../model/chat.ts';
+
+const THINKING = { thinking: true, tools: true };
+const CHAT = { thinking: false, tools: true };
+
+const BLOCK = '<｜DSML｜tool_calls>\n';
+const BLOCK_END = '</｜DSML｜tool_calls>';
+const INVOKE_END = '</｜DSML｜invoke>\n';
+const invoke = (name: string, ...parameters: string[]) =>
+  `<｜DSML｜invoke name="${name}">\n${parameters.join('\n')}\n${INVOKE_END}`;
+const string = (name: string, text: string) =>
+  `<｜DSML｜parameter name="${name}" string="true">${text}</｜DSML｜parameter>`;
+const json = (name: string, text: string) =>
+  `<｜DSML｜parameter name="${name}" string="false">${text}</｜DSML｜parameter>`;
+
+interface Answer {
+  reasoning: string;
+  content: string;
+  calls: { name: string; arguments: string }[];
+  /** Calls read to their end. */
+  complete: number;
+}
+
+test('content and reasoning are told apart by how the prompt ended', () => {
+  const rows: [options: { thinking: boolean; tools: boolean }, text: string, reasoning: string, content: string][] = [
+    [CHAT, '7', '', '7'],
+    [THINKING, 'why</think>because', 'why', 'because'],
+    [THINKING, 'never ends\n\n', 'never ends\n\n', ''],
+    [THINKING, '</think>7', '', '7'],
+    [THINKING, '<think>why</think>7', 'why', '7'],
+    [THINKING, '<think>', '', ''],
+    [THINKING, '<thi', '<thi', ''],
+    [THINKING, '<think><think>a', '<think>a', ''],
+    [THINKING, 'a</think>b</think>c<think>', 'a', 'b</think>c<think>'],
+    // Without <think> in the prompt, think tags are text.
+    [CHAT, '<think>a</think>b', '', '<think>a</think>b'],
+    [THINKING, 'a </thin', 'a </thin', ''],
+    [CHAT, 'a\n\n', '', 'a\n\n'],
+    [CHAT, 'a <', '', 'a <'],
+    [CHAT, '1 < 2 </b> <｜User｜> <｜DSML｜other>', '', '1 < 2 </b> <｜User｜> <｜DSML｜other>'],
+    // Public servers escape markup like this when they quote it.
+    [CHAT, '<｜｜DSML｜｜tool_calls> <|DSML|tool_calls>', '', '<｜｜DSML｜｜tool_calls> <|DSML|tool_calls>'],
+    [CHAT, '', '', ''],
+  ];
+  for (const [options, text, reasoning, content] of rows) {
+    assert.deepEqual(parse(text, options), { reasoning, content, calls: [], complete: 0 }, JSON.stringify(text));
+  }
+});
+
+test('a tool call after reasoning and content is read', () => {
+  const text = `use tool</think>Calling.\n\n${BLOCK}${invoke('add', json('a', '2'), string('note', 'x'))}${BLOCK_END}`;
+  assert.deepEqual(parse(text, THINKING), {
+    reasoning: 'use tool',
+    content: 'Calling.',
+    calls: [{ name: 'add', arguments: '{"a": 2, "note": "x"}' }],
+    complete: 1,
+  });
+});
+
+test('every sample output is read: the calls of tool samples, the reasoning of thinking ones', () => {
+  interface Sample {
+    output_text: string;
+    thinking: boolean;
+    tools: object[] | null;
+  }
+  const lines = readFileSync('test/data/nano-samples.jsonl', 'utf8').trim().split('\n');
+  assert.equal(lines.length, 74);
+  let callCount = 0;
+  for (const line of lines) {
+    const sample = JSON.parse(line) as Sample;
+    const text = sample.output_text.replace(/<｜end▁of▁sentence｜>$/, '');
+    const answer = parse(text, { thinking: sample.thinking, tools: sample.tools !== null });
+    callCount += answer.complete;
+    assert.equal(answer.calls.length, answer.complete);
+    assert.doesNotMatch(answer.reasoning + answer.content, /DSML|think>/);
+    if (answer.calls.length > 0) continue;
+    assert.equal(sample.thinking ? `${answer.reasoning}</think>${answer.content}` : answer.content, text);
+  }
+  assert.equal(callCount, 1);
+  assert.deepEqual(parse(`\n\n${BLOCK}${invoke('book_trip', string('origin', 'Sydney'))}${BLOCK_END}`, CHAT).calls, [
+    { name: 'book_trip', arguments: '{"origin": "Sydney"}' },
+  ]);
+});
+
+test('arguments are assembled as text', () => {
+  const rows: [parameters: string[], args: string][] = [
+    [[], '{}'],
+    [[string('s', '')], '{"s": ""}'],
+    [[string('s', 'Zürich "q" \\ \n\t\u0001 😀')], '{"s": "Zürich \\"q\\" \\\\ \\n\\t\\u0001 😀"}'],
+    [
+      [string('s', '<a></｜DSML｜invoke></｜DSML｜param\n\n<｜DSML｜tool_calls>')],
+      JSON.stringify({ s: '<a></｜DSML｜invoke></｜DSML｜param\n\n<｜DSML｜tool_calls>' }).replace(':', ': '),
+    ],
+    [[string('cmd', 'make 2>&1')], '{"cmd": "make 2>&1"}'],
+    // JSON is passed on as it was written.
+    [[json('n', ' 1.0 '), json('o', '{"b":1,"a":[ ]}')], '{"n":  1.0 , "o": {"b":1,"a":[ ]}}'],
+    [[json('broken', '{"a":')], '{"broken": "{\\"a\\":"}'],
+    [[json('nan', 'NaN')], '{"nan": "NaN"}'],
+    [[json('empty', '')], '{"empty": ""}'],
+    [[json('k', '1'), json('k', '2')], '{"k": 1, "k": 2}'],
+    [[string('a"b', 'x'), string('c>d', 'y')], '{"a\\"b": "x", "c>d": "y"}'],
+    [['<｜DSML｜parameter name="p">5</｜DSML｜parameter>'], '{"p": "5"}'],
+    // A JSON object in the place of parameters.
+    [['{"a": 1, "b": {}}'], '{"a": 1, "b": {}}'],
+    [['[1]'], '{}'],
+    [['{"a":'], '{}'],
+  ];
+  for (const [parameters, args] of rows) {
+    const answer = parse(`${BLOCK}${invoke('f', ...parameters)}${BLOCK_END}`, CHAT);
+    assert.deepEqual(answer, { reasoning: '', content: '', calls: [{ name: 'f', arguments: args }], complete: 1 });
+  }
+});
+
+test('several calls of one block are numbered from 0', () => {
+  const parser = createChatParser(CHAT);
+  const deltas = parser.push(`${BLOCK}${invoke('f', json('a', '1'))}${invoke('g')}${BLOCK_END}`);
+  assert.deepEqual(deltas, [
+    { kind: 'tool_name', index: 0, name: 'f' },
+    { kind: 'tool_arguments', index: 0, text: '{"a": 1}' },
+    { kind: 'tool_name', index: 1, name: 'g' },
+    { kind: 'tool_arguments', index: 1, text: '{}' },
+  ]);
+  assert.equal(parser.toolCallCount, 2);
+});
+
+test('a call in the reasoning ends it, unless </think> came first', () => {
+  for (const opener of [`\n\n${BLOCK}`, BLOCK, '\n\n', '']) {
+    const answer = parse(`so${opener}${invoke('f')}${BLOCK_END}`, THINKING);
+    assert.deepEqual(answer, {
+      reasoning: 'so',
+      content: '',
+      calls: [{ name: 'f', arguments: '{}' }],
+      complete: 1,
+    });
+  }
+  const answer = parse(`so</think>now\n${invoke('f')}`, THINKING);
+  assert.deepEqual([answer.reasoning, answer.content, answer.complete], ['so', 'now\n', 1]);
+});
+
+test('text after the block is dropped, also a second block', () => {
+  const block = `\n\n${BLOCK}${invoke('f')}${BLOCK_END}`;
+  assert.deepEqual(parse(`a${block}\nbye${block}`, CHAT), {
+    reasoning: '',
+    content: 'a',
+    calls: [{ name: 'f', arguments: '{}' }],
+    complete: 1,
+  });
+});
+
+test('an invoke that lacks its closing tag ends with the next invoke or the block', () => {
+  const open = (name: string) => `<｜DSML｜invoke name="${name}">\n${json('a', '1')}\n`;
+  assert.deepEqual(parse(`${BLOCK}${open('f')}${open('g')}${BLOCK_END}`, CHAT), {
+    reasoning: '',
+    content: '',
+    calls: [
+      { name: 'f', arguments: '{"a": 1}' },
+      { name: 'g', arguments: '{"a": 1}' },
+    ],
+    complete: 2,
+  });
+});
+
+test('unreadable headers are dropped and what follows them is read', () => {
+  const good = invoke('g', json('b', '2'));
+  const calls = [{ name: 'g', arguments: '{"b": 2}' }];
+  for (const bad of [
+    `<｜DSML｜invoke name=f>\n${json('a', '1')}\n${INVOKE_END}`,
+    invoke('', json('a', '1')),
+    '<｜DSML｜invoke name="f\n',
+    'text between\n',
+    `${json('a', '1')}\n`,
+  ]) {
+    const answer = parse(`x\n\n${BLOCK}${bad}${good}${BLOCK_END}`, CHAT);
+    assert.deepEqual(answer, { reasoning: '', content: 'x', calls, complete: 1 }, bad);
+  }
+  const parameter = '<｜DSML｜parameter name=a>1</｜DSML｜parameter>';
+  assert.deepEqual(parse(`${BLOCK}${invoke('g', parameter, json('b', '2'))}${BLOCK_END}`, CHAT).calls, calls);
+});
+
+test('without tools their markup is text', () => {
+  const text = `a\n\n${BLOCK}${invoke('f')}${BLOCK_END}`;
+  assert.equal(parse(text, { thinking: false, tools: false }).content, text);
+  assert.equal(parse(text, { thinking: true, tools: false }).reasoning, text);
+  assert.equal(parse('a\n\n<｜DSML｜to', { thinking: false, tools: false }).content, 'a\n\n<｜DSML｜to');
+});
+
+test('text is passed on at once unless it could be markup', () => {
+  const parser = createChatParser(CHAT);
+  const rows: [pushed: string, content: string][] = [
+    ['Hi', 'Hi'],
+    [' there\n', ' there'],
+    ['\n', ''],
+    ['\n', '\n'],
+    ['<', ''],
+    ['b>', '\n\n<b>'],
+    ['<｜DSML｜', ''],
+    ['x', '<｜DSML｜x'],
+    ['\ud83d', ''],
+    ['\ude00', '😀'],
+  ];
+  for (const [pushed, content] of rows) {
+    assert.equal(collect(parser.push(pushed)).content, content, JSON.stringify(pushed));
+  }
+  assert.deepEqual(parser.end(), []);
+});
+
+test('the name of a call and the text of a string argument are passed on while it is written', () => {
+  const parser = createChatParser(CHAT);
+  const rows: [pushed: string, deltas: ChatDelta[]][] = [
+    [`${BLOCK}<｜DSML｜invoke name="f`, []],
+    ['">\n', [{ kind: 'tool_name', index: 0, name: 'f' }]],
+    ['<｜DSML｜parameter name="s" string="true">', [{ kind: 'tool_arguments', index: 0, text: '{"s": "' }]],
+    ['one\n<', [{ kind: 'tool_arguments', index: 0, text: 'one\\n' }]],
+    ['/two"', [{ kind: 'tool_arguments', index: 0, text: '</two\\"' }]],
+    ['</｜DSML｜parameter>', [{ kind: 'tool_arguments', index: 0, text: '"' }]],
+    // Other values wait until they are known to be JSON.
+    ['<｜DSML｜parameter name="n" string="false">', [{ kind: 'tool_arguments', index: 0, text: ', "n": ' }]],
+    ['[1, ', []],
+    ['2]</｜DSML｜parameter>', [{ kind: 'tool_arguments', index: 0, text: '[1, 2]' }]],
+    [`\n${INVOKE_END}`, [{ kind: 'tool_arguments', index: 0, text: '}' }]],
+    [`${BLOCK_END}dropped`, []],
+  ];
+  for (const [pushed, deltas] of rows) assert.deepEqual(parser.push(pushed), deltas, JSON.stringify(pushed));
+  assert.deepEqual(parser.end(), []);
+});
+
+test('an answer cut anywhere shows a beginning of the whole one and no markup', () => {
+  const calls = `\n\n${BLOCK}${invoke('f', string('s', 'a <b> "😀'), json('n', '[1]'))}${invoke('g')}${BLOCK_END}`;
+  for (const [options, text] of [
+    [CHAT, `Calling <it>.${calls}`],
+    [THINKING, `use\n\ntool</think>Calling.${calls}`],
+    [THINKING, `use tool${calls}`],
+  ] as const) {
+    const whole = parse(text, options);
+    for (let length = 0; length < text.length; length++) {
+      const cut = parse(text.slice(0, length), options);
+      assert.doesNotMatch(cut.reasoning + cut.content, /DSML/);
+      // Half of </think>, or the line ends before a tag, may turn out to be markup only later.
+      assert.ok(whole.reasoning.startsWith(cut.reasoning.replace(/\n*(<(\/t?h?i?n?k?)?)?$/, '')), cut.reasoning);
+      assert.ok(whole.content.startsWith(cut.content.replace(/\n*<?$/, '')), cut.content);
+      assert.ok(cut.complete <= cut.calls.length && cut.calls.length <= whole.calls.length);
+      for (const [index, call] of cut.calls.entries()) {
+        assert.equal(call.name, whole.calls[index]!.name);
+        if (index < cut.complete) assert.equal(call.arguments, whole.calls[index]!.arguments);
+        else assert.ok(whole.calls[index]!.arguments.startsWith(call.arguments.replace(/\\ud83d$/, '')));
+      }
+    }
+  }
+});
+
+/** Texts that meet every branch: markup whole, broken and in the wrong place, between ordinary text. */
+const FRAGMENTS = [
+  'a',
+  ' ',
+  '\n',
+  '\n\n',
+  '<',
+  '</',
+  '>',
+  '"',
+  '">',
+  '\\',
+  '{',
+  '}',
+  '{"a": 1}',
+  '12',
+  'true',
+  'é',
+  '😀',
+  '\ud83d',
+  '\ude00',
+  '<think>',
+  '</think>',
+  '</thi',
+  '｜DSML｜',
+  '<｜DSML｜',
+  '</｜DSML｜',
+  BLOCK,
+  BLOCK_END,
+  INVOKE_END,
+
+  `\n\n${BLOCK}`,
+  '<｜DSML｜invoke name=',
+  '<｜DSML｜invoke name="f">\n',
+  '<｜DSML｜invoke name="">',
+  'tool_calls>',
+  ,
+  '<｜DSML｜parameter name=',
+  '<｜DSML｜parameter name="p" string="true">',
+  '</｜DSML｜parameter>\n',
+  ' string="false',
+  ,
+  '<｜DSML｜parameter name="q" string="false">',
+  json('n', '5'),
+  string('s', 'x'),
+  invoke('g'),
+];
+const soup = fc.array(fc.constantFrom(...FRAGMENTS), { maxLength: 25 }).map((parts) => parts.join(''));
+const options = fc.record({ thinking: fc.boolean(), tools: fc.boolean() });
+
+test('every split of any text gives the same answer', () => {
+  fc.assert(
+    fc.property(soup, options, fc.array(fc.nat({ max: 300 }), { maxLength: 20 }), (text, parserOptions, cuts) => {
+      const whole = parse(text, parserOptions);
+      const ends = [...cuts.filter((cut) => cut < text.length).toSorted((a, b) => a - b), text.length];
+      const pieces = ends.map((end, index) => text.slice(ends[index - 1] ?? 0, end));
+      assert.deepEqual(parsePieces(pieces, parserOptions), whole);
+      assert.deepEqual(parsePieces(text.split(''), parserOptions), whole);
+    }),
+    { seed: 5, numRuns: 4000 },
+  );
+});
+
+test('any text gives complete calls with JSON objects, no opening tag as text and no empty delta', () => {
+  let callCount = 0;
+  fc.assert(
+    fc.property(soup, fc.boolean(), (text, thinking) => {
+      const answer = parse(text, { thinking, tools: true });
+      for (const shown of [answer.reasoning, answer.content]) {
+        assert.doesNotMatch(shown, /<｜DSML｜(tool_calls>|invoke name=)/);
+      }
+      for (const call of answer.calls.slice(0, answer.complete)) {
+        assert.match(call.arguments, /^\{/);
+        assert.equal(typeof JSON.parse(call.arguments), 'object');
+        callCount++;
+      }
+    }),
+    { seed: 6, numRuns: 4000 },
+  );
+  assert.ok(callCount > 500, `the texts held only ${callCount} complete calls`);
+});
+
+test('without tools any text comes back whole', () => {
+  fc.assert(
+    fc.property(soup, (text) => {
+      assert.equal(parse(text, { thinking: false, tools: false }).content, text);
+    }),
+    { seed: 7, numRuns: 1000 },
+  );
+});
+
+test('rendered calls are read back with equal arguments', () => {
+  const encoding = loadChatEncoding('model/nano');
+  const name = fc.stringMatching(/^[\w.-]{1,8}$/);
+  const args = fc.dictionary(name, fc.jsonValue({ maxDepth: 2 }), { noNullPrototype: true });
+  fc.assert(
+    fc.property(fc.array(fc.record({ name, args }), { minLength: 1, maxLength: 3 }), (calls) => {
+      const toolCalls = calls.map((call) => ({ function: { name: call.name, arguments: JSON.stringify(call.args) } }));
+      const prompt = renderChat(encoding, {
+        messages: [{ role: 'assistant', content: 'Calling.', tool_calls: toolCalls }],
+        thinking: false,
+      });
+      const text = /^<｜begin▁of▁sentence｜>(.*)<｜end▁of▁sentence｜>/s.exec(prompt)![1]!;
+      const answer = parse(text, CHAT);
+      assert.equal(answer.content, 'Calling.');
+      assert.equal(answer.complete, calls.length);
+      assert.deepEqual(
+        answer.calls.map((call) => ({ name: call.name, args: JSON.parse(call.arguments) as unknown })),
+        calls.map((call) => ({ name: call.name, args: JSON.parse(JSON.stringify(call.args)) as unknown })),
+      );
+    }),
+    { seed: 8, numRuns: 500 },
+  );
+});
+
+function parse(text: string, parserOptions: { thinking: boolean; tools: boolean }): Answer {
+  return parsePieces([text], parserOptions);
+}
+
+function parsePieces(pieces: readonly string[], parserOptions: { thinking: boolean; tools: boolean }): Answer {
+  const parser = createChatParser(parserOptions);
+  const deltas = pieces.flatMap((piece) => parser.push(piece));
+  deltas.push(...parser.end());
+  return { ...collect(deltas), complete: parser.toolCallCount };
+}
+
+/** Sum of the deltas, which must come in order and hold text. */
+function collect(deltas: readonly ChatDelta[]): Omit<Answer, 'complete'> {
+  const answer: Omit<Answer, 'complete'> = { reasoning: '', content: '', calls: [] };
+  for (const delta of deltas) {
+    switch (delta.kind) {
+      case 'reasoning':
+      case 'content':
+        assert.notEqual(delta.text, '');
+        answer[delta.kind] += delta.text;
+        break;
+      case 'tool_name':
+        assert.equal(delta.index, answer.calls.length);
+        answer.calls.push({ name: delta.name, arguments: '' });
+        break;
+      case 'tool_arguments':
+        assert.notEqual(delta.text, '');
+        assert.equal(delta.index, answer.calls.length - 1);
+        answer.calls[delta.index]!.arguments += delta.text;
+        break;
+      default:
+        delta satisfies never;
+    }
+  }
+  return answer;
+}
