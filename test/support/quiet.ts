@@ -1,0 +1,30 @@
+/** What "nothing is left" means: the gauges that must be zero on every process of a cluster at rest. */
+import { type Sample } from './cluster.ts';
+
+/** Gauges that count something held; with the label values that do not count. */
+const HELD: readonly { name: string; except?: { label: string; value: string } }[] = [
+  { name: 'handoff_active_requests' },
+  { name: 'handoff_queue_requests' },
+  { name: 'handoff_kv_pages', except: { label: 'state', value: 'free' } },
+  { name: 'handoff_state_slots', except: { label: 'state', value: 'free' } },
+  { name: 'handoff_transfer_in_flight_bytes' },
+];
+
+/** Every gauge that is not zero, as text; empty when nothing is held. Throws when a gauge or a role is missing. */
+export function held(samples: readonly Sample[]): string[] {
+  for (const role of ['prefill', 'decode']) {
+    if (!samples.some((sample) => sample.name === 'handoff_queue_requests' && sample.labels.engine_type === role)) {
+      return [`no metrics of ${role}`]; // a worker that does not answer is not at rest
+    }
+  }
+  const found: string[] = [];
+  for (const { name, except } of HELD) {
+    const family = samples.filter((sample) => sample.name === name);
+    if (family.length === 0) throw new Error(`no metric ${name}`);
+    for (const sample of family) {
+      if (except && sample.labels[except.label] === except.value) continue;
+      if (sample.value !== 0) found.push(`${name}${JSON.stringify(sample.labels)} = ${sample.value}`);
+    }
+  }
+  return found;
+}
