@@ -78,7 +78,7 @@ async function main(): Promise<number> {
   console.log(`Node ${process.version}, seed ${values.seed} (again with --seed ${values.seed})`);
   const totals: Totals = { passed: 0, failed: 0 };
   for (const name of checks) runStaticCheck(name, totals);
-  if (groups.some(({ gpu, files: some }) => gpu && some.length > 0)) {
+  if (chosen.size > 0) {
     const choice = await setUpAdapter({ wanted: process.env['HANDOFF_ADAPTER'], say: (line) => console.log(line) });
     Object.assign(process.env, choice.environment);
     console.log(describeAdapter(choice).join('\n'));
