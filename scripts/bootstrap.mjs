@@ -6,7 +6,8 @@
  * missing or not those of package-lock.json (the only step that needs a network), and runs FILE under tsx.
  *
  * The program runs in a process group of its own: a Ctrl-C then reaches it once, from here. A terminal would send it to
- * everybody and npm would send it on again, and a second Ctrl-C usually means "at once".
+ * everybody and npm would send it on again, and a second Ctrl-C usually means "at once". An IPC channel tells the program
+ * when this process dies without a word.
  */
 import { spawn } from 'node:child_process';
 import { readFileSync } from 'node:fs';
@@ -18,7 +19,7 @@ const root = fileURLToPath(new URL('..', import.meta.url));
 /** npm repeats the signal of a key press: within this time it is the same one. */
 const sameSignalMs = 1000;
 /** After a Ctrl-C everything has ended within 5 s; this is the net below the program's own shutdown. */
-const interruptLimitMs = 4500;
+const interruptLimitMs = 4000;
 
 const [major = 0, minor = 0] = process.versions.node.split('.').map(Number);
 if (major < oldestNode[0] || (major === oldestNode[0] && minor < oldestNode[1])) {
@@ -40,7 +41,7 @@ if (!dependenciesMatchLock()) {
     process.exit(code);
   }
 }
-process.exit(await run([process.execPath, '--import', 'tsx', file, ...args], 'inherit'));
+process.exit(await run([process.execPath, '--import', 'tsx', file, ...args], ['inherit', 'inherit', 'inherit', 'ipc']));
 
 /**
  * Whether node_modules holds what package-lock.json asks for. npm writes its own record last, so an install that was
