@@ -381,9 +381,7 @@ async function serveGeneration(
     let isOver = false;
     let lastTokensMs: number | null = null;
     const answer = call.stream
-      ? streamedAnswer(reply, createChunkWriter(head, call), generation.usage, context.limits, () =>
-          lose('slow_client'),
-        )
+      ? streamedAnswer(reply, createChunkWriter(head, call), generation.usage, context.limits, dropSlow)
       : wholeAnswer(reply, call, head, generation.usage);
 
     /** The one end of every request. The room is over or told to be; then `finish` deals with the reply. */

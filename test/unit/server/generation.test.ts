@@ -1,0 +1,282 @@
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { fileURLToPath } from 'node:url';
+import fc from 'fast-check';
+import { createChatParser } from '../../../model/chat-parser.ts';
+import { createDetokenizer, loadTokenizer } from '../../../model/tokenizer.ts';
+import { appendDelta, createGeneration, createStopMatcher, sumDeltas } from '../../../server/generation.ts';
+import type { Answer, AnswerDelta, Finish, Generation, TokenUsage } from '../../../server/generation.ts';
+
+const tokenizer = loadTokenizer(fileURLToPath(new URL('../../../model/nano', import.meta.url)));
+const eos = tokenizer.eosId;
+const dsml = '｜DSML｜';
+
+/** A tool block as the model writes it: calls as [name, parameters as [name, isString, text]]. */
+function toolBlock(calls: [string, [string, boolean, string][]][]): string {
+  const invokes = calls.map(([name, parameters]) => {
+    const lines = parameters.map(([key, isString, value]) => {
+      return `<${dsml}parameter name="${key}" string="${isString}">${value}</${dsml}parameter>\n`;
+    });
+    return `<${dsml}invoke name="${name}">\n${lines.join('') || '\n'}</${dsml}invoke>\n`;
+  });
+  return `\n\n<${dsml}tool_calls>\n${invokes.join('')}</${dsml}tool_calls>`;
+}
+
+interface Setup {
+  kind: 'chat' | 'completion';
+  stop?: string[];
+  stopTokenIds?: number[];
+  thinking?: boolean;
+  maxToolCalls?: number;
+  skipSpecialTokens?: boolean;
+}
+
+function makeGeneration(setup: Setup): Generation {
+  const { kind, stop = [], stopTokenIds = [eos], thinking = false, maxToolCalls = Infinity } = setup;
+  let callCount = 0;
+  const isChat = kind === 'chat';
+  return createGeneration({
+    promptTokenCount: 7,
+    stop,
+    stopTokenIds,
+    isHidden: (id) => isChat && id === eos,
+    detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: !isChat && (setup.skipSpecialTokens ?? true) }),
+    parser: isChat ? createChatParser({ thinking, tools: true }) : null,
+    thinking,
+    maxToolCalls,
+    newCallId: () => `call_${(callCount += 1)}`,
+  });
+}
+
+interface Result {
+  answer: Answer;
+  finish: Finish;
+  usage: TokenUsage;
+}
+
+/** Feed `ids` in batches of the given sizes, repeated; stop as a room would when the generation is finished. */
+function run(setup: Setup, ids: readonly number[], sizes: readonly number[], outcome: 'stop' | 'length'): Result {
+  const generation = makeGeneration(setup);
+  const deltas: AnswerDelta[] = [];
+  let start = 0;
+  for (let turn = 0; start < ids.length && generation.finish === null; turn += 1) {
+    const end = start + sizes[turn % sizes.length]!;
+    for (const delta of generation.push(ids.slice(start, end))) deltas.push(delta);
+    start = end;
+  }
+  for (const delta of generation.end(outcome)) deltas.push(delta);
+  for (const delta of deltas) assert.ok(delta.kind === 'tool_call' || delta.text !== '', 'an empty delta');
+  assert.ok(generation.finish !== null);
+  return { answer: sumDeltas(deltas), finish: generation.finish, usage: generation.usage };
+}
+
+/** The rule for stop strings, written plainly: the first end wins, at one end the longest. */
+function cutAtStop(text: string, stops: readonly string[]): { text: string; matched: string | null } {
+  for (let end = 1; end <= text.length; end += 1) {
+    const matches = stops.filter((stop) => text.slice(0, end).endsWith(stop));
+    const longest = matches.toSorted((a, b) => b.length - a.length)[0];
+    if (longest !== undefined) return { text: text.slice(0, end - longest.length), matched: longest };
+  }
+  return { text, matched: null };
+}
+
+const seedOf = Number(process.env['FC_SEED'] ?? 20_260_727);
+const parameters = { seed: seedOf, numRuns: 300 };
+const sizes = fc.array(fc.integer({ min: 1, max: 7 }), { minLength: 1, maxLength: 5 });
+const pieces = [
+  'a',
+  'b',
+  'ab',
+  'ba',
+  ' ',
+  '\n',
+  '\n\n',
+  '<',
+  '</',
+  'END',
+  'EN',
+  '世',
+  '界',
+  '😀',
+  'é',
+  'Alice:',
+  ' Al',
+];
+const prose = fc.array(fc.constantFrom(...pieces), { maxLength: 30 }).map((parts) => parts.join(''));
+const stops = fc.uniqueArray(fc.constantFrom('ab', 'abab', 'b', 'END', '\n\n', 'Alice:', '界😀', 'aba', '</'), {
+  maxLength: 3,
+});
+
+test(`the text of a completion ends before the stop string that ends first, for every split (seed ${seedOf})`, () => {
+  fc.assert(
+    fc.property(prose, stops, sizes, (text, stop, batchSizes) => {
+      const ids = tokenizer.encode(text);
+      const result = run({ kind: 'completion', stop }, ids, batchSizes, 'length');
+      const expected = cutAtStop(text, stop);
+      assert.equal(result.answer.content, expected.text);
+      assert.deepEqual(result.finish, {
+        reason: expected.matched === null ? 'length' : 'stop',
+        matchedStop: expected.matched,
+      });
+    }),
+    parameters,
+  );
+});
+
+test(`every split of the tokens gives the same answer, calls, finish and usage (seed ${seedOf})`, () => {
+  const call = fc.tuple(
+    fc.constantFrom('add', 'now'),
+    fc.array(fc.tuple(fc.constantFrom('x', 'y'), fc.constant(true), prose), { maxLength: 2 }),
+  );
+  const output = fc
+    .tuple(prose, fc.boolean(), prose, fc.array(call, { maxLength: 2 }))
+    .map(([first, , second, calls]) => {
+      return `${first}</think>${second}${calls.length === 0 ? '' : toolBlock(calls as Parameters<typeof toolBlock>[0])}`;
+    });
+  const cut = fc.double({ min: 0.2, max: 1, noNaN: true });
+  fc.assert(
+    fc.property(output, stops, sizes, cut, fc.boolean(), (text, stop, batchSizes, share, ends) => {
+      const all = [...tokenizer.encode(text), eos];
+      const ids = ends ? all : all.slice(0, Math.floor(all.length * share));
+      const setup: Setup = { kind: 'chat', thinking: true, stop };
+      const whole = run(setup, ids, [ids.length + 1], ends ? 'stop' : 'length');
+      assert.deepEqual(run(setup, ids, batchSizes, ends ? 'stop' : 'length'), whole);
+      assert.deepEqual(run(setup, ids, [1], ends ? 'stop' : 'length'), whole);
+      assert.ok(!JSON.stringify(whole.answer).includes(dsml), 'markup shows');
+      assert.ok(whole.usage.reasoningTokens <= whole.usage.completionTokens);
+    }),
+    parameters,
+  );
+});
+
+test('what has been sent is never more than the final answer', () => {
+  const generation = makeGeneration({ kind: 'completion', stop: ['Alice:', '\n\n'] });
+  let sent = '';
+  for (const id of tokenizer.encode('Hi Al\nAlic Alice: hidden')) {
+    for (const delta of generation.push([id])) sent += delta.kind === 'content' ? delta.text : '';
+    assert.ok('Hi Al\nAlic '.startsWith(sent), JSON.stringify(sent));
+  }
+  assert.equal(sent, 'Hi Al\nAlic ');
+  assert.deepEqual(generation.finish, { reason: 'stop', matchedStop: 'Alice:' });
+});
+
+test('a stop string in the first token gives an empty answer with consistent usage', () => {
+  const { answer, finish, usage } = run({ kind: 'completion', stop: ['a'] }, tokenizer.encode('a'), [1], 'length');
+  assert.equal(answer.content, '');
+  assert.deepEqual(finish, { reason: 'stop', matchedStop: 'a' });
+  assert.deepEqual(usage, { promptTokens: 7, completionTokens: 1, reasoningTokens: 0 });
+});
+
+test('text held back for a stop string that never completes is sent at the end', () => {
+  const ids = [...tokenizer.encode('wait: EN'), eos];
+  const { answer, finish } = run({ kind: 'chat', stop: ['END'] }, ids, [1], 'stop');
+  assert.equal(answer.content, 'wait: EN');
+  assert.deepEqual(finish, { reason: 'stop', matchedStop: eos });
+});
+
+test('the matcher of one request knows nothing of another', () => {
+  createStopMatcher(['X']).push('aX');
+  assert.deepEqual(createStopMatcher([]).push('aXb'), { free: 'aXb', matched: null });
+});
+
+test('reasoning, content and calls of a thinking answer are told apart', () => {
+  const block = toolBlock([
+    [
+      'add',
+      [
+        ['a', false, '2'],
+        ['note', true, ' x>&1 '],
+      ],
+    ],
+    ['now', []],
+  ]);
+  const ids = [...tokenizer.encode(`use tool</think>Calling.${block}`), eos];
+  const { answer, finish, usage } = run({ kind: 'chat', thinking: true }, ids, [3], 'stop');
+  assert.deepEqual(answer, {
+    reasoning: 'use tool',
+    content: 'Calling.',
+    toolCalls: [
+      { id: 'call_1', name: 'add', arguments: '{"a": 2, "note": " x>&1 "}' },
+      { id: 'call_2', name: 'now', arguments: '{}' },
+    ],
+  });
+  assert.deepEqual(finish, { reason: 'tool_calls', matchedStop: eos });
+  assert.equal(usage.completionTokens, ids.length);
+  assert.equal(usage.reasoningTokens, tokenizer.encode('use tool</think>').length);
+});
+
+test('an answer cut by length in its reasoning has no content, and length wins over tool calls', () => {
+  const cut = run({ kind: 'chat', thinking: true }, tokenizer.encode('still thinking'), [1], 'length');
+  assert.deepEqual(cut.answer, { reasoning: 'still thinking', content: '', toolCalls: [] });
+  assert.equal(cut.finish.reason, 'length');
+  const ids = tokenizer.encode(toolBlock([['add', [['a', false, '2']]]]));
+  assert.equal(run({ kind: 'chat' }, ids, [1], 'length').finish.reason, 'length');
+});
+
+test('a stop string inside a tool block does not stop the call', () => {
+  const ids = [...tokenizer.encode(toolBlock([['add', [['note', true, 'the END is near']]]])), eos];
+  const { answer, finish } = run({ kind: 'chat', stop: ['END', 'name'] }, ids, [2], 'stop');
+  assert.equal(answer.toolCalls[0]?.arguments, '{"note": "the END is near"}');
+  assert.equal(finish.reason, 'tool_calls');
+});
+
+test('with one call allowed, the answer ends before the second', () => {
+  const ids = [
+    ...tokenizer.encode(
+      toolBlock([
+        ['add', []],
+        ['now', []],
+      ]),
+    ),
+    eos,
+  ];
+  const { answer, finish, usage } = run({ kind: 'chat', maxToolCalls: 1 }, ids, [1], 'stop');
+  assert.deepEqual(answer.toolCalls, [{ id: 'call_1', name: 'add', arguments: '{}' }]);
+  assert.deepEqual(finish, { reason: 'tool_calls', matchedStop: null });
+  assert.ok(usage.completionTokens < ids.length);
+});
+
+test('with no calls allowed, a tool block is dropped and the answer just stops', () => {
+  const ids = [...tokenizer.encode(`No.${toolBlock([['add', []]])}`), eos];
+  const { answer, finish } = run({ kind: 'chat', maxToolCalls: 0 }, ids, [1], 'stop');
+  assert.deepEqual(answer, { reasoning: '', content: 'No.', toolCalls: [] });
+  assert.equal(finish.reason, 'stop');
+});
+
+test('a completion keeps the text of special tokens only when asked to', () => {
+  const ids = [...tokenizer.encode('Done.'), eos];
+  assert.equal(run({ kind: 'completion' }, ids, [1], 'stop').answer.content, 'Done.');
+  const kept = run({ kind: 'completion', skipSpecialTokens: false }, ids, [1], 'stop');
+  assert.equal(kept.answer.content, 'Done.<｜end▁of▁sentence｜>');
+});
+
+test('a character cut off by the token limit becomes one replacement character', () => {
+  const ids = tokenizer.encode('A世');
+  const cut = ids.slice(0, -1);
+  assert.ok(tokenizer.decode(cut).endsWith('\uFFFD'), 'the sample must cut a character');
+  assert.equal(run({ kind: 'completion' }, cut, [1], 'length').answer.content, tokenizer.decode(cut));
+});
+
+test('tokens after the end are neither read nor counted', () => {
+  const generation = makeGeneration({ kind: 'completion', stop: ['b'] });
+  generation.push(tokenizer.encode('abaaaa'));
+  const { completionTokens } = generation.usage;
+  assert.deepEqual(generation.push(tokenizer.encode('more')), []);
+  assert.deepEqual(generation.end('length'), []);
+  assert.equal(generation.usage.completionTokens, completionTokens);
+  assert.equal(generation.finish?.matchedStop, 'b');
+});
+
+test('deltas join only where they are of one kind and one call', () => {
+  const deltas: AnswerDelta[] = [];
+  appendDelta(deltas, { kind: 'content', text: 'a' });
+  appendDelta(deltas, { kind: 'content', text: 'b' });
+  appendDelta(deltas, { kind: 'tool_arguments', index: 0, text: '{' });
+  appendDelta(deltas, { kind: 'tool_arguments', index: 1, text: '{' });
+  appendDelta(deltas, { kind: 'content', text: '' });
+  assert.deepEqual(deltas, [
+    { kind: 'content', text: 'ab' },
+    { kind: 'tool_arguments', index: 0, text: '{' },
+    { kind: 'tool_arguments', index: 1, text: '{' },
+  ]);
+});
