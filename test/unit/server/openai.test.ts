@@ -1,0 +1,425 @@
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { ApiError } from '../../../server/errors.ts';
+import type { JsonObject } from '../../../server/fields.ts';
+import { sumDeltas } from '../../../server/generation.ts';
+import type { AnswerDelta } from '../../../server/generation.ts';
+import {
+  chatBody,
+  completionBody,
+  createChunkWriter,
+  parseChatRequest,
+  parseCompletionRequest,
+  parseDetokenizeRequest,
+  parseTokenizeRequest,
+  resolveMaxTokens,
+} from '../../../server/openai.ts';
+import type { ServedModel } from '../../../server/openai.ts';
+
+const served: ServedModel = {
+  modelId: 'nano',
+  contextLength: 100,
+  vocabSize: 1000,
+  thinkingByDefault: true,
+  defaultTemperature: 1,
+  defaultTopP: 1,
+};
+
+const messages = [{ role: 'user', content: 'hi' }];
+const tool = { type: 'function', function: { name: 'add', parameters: { type: 'object' } } };
+const call = { id: 'c1', type: 'function', function: { name: 'add', arguments: '{"a":1}' } };
+
+const chat = (fields: JsonObject) => parseChatRequest({ messages, ...fields }, served);
+const completion = (fields: JsonObject) => parseCompletionRequest({ prompt: 'hi', ...fields }, served);
+const message = (fields: JsonObject) => chat({ messages: [...messages, fields] }).conversation.messages[1];
+
+function refusal(act: () => unknown): { code: string; param: string | null; message: string } {
+  try {
+    act();
+  } catch (error) {
+    assert.ok(error instanceof ApiError, String(error));
+    const { code, param, message: text } = error;
+    return { code, param, message: text };
+  }
+  assert.fail('the request was accepted');
+}
+
+test('a wrong chat field is refused by name', () => {
+  const cases: [JsonObject, string, string][] = [
+    [{ messages: null }, 'missing_required_parameter', 'messages'],
+    [{ messages: 'hi' }, 'invalid_type', 'messages'],
+    [{ messages: [] }, 'invalid_value', 'messages'],
+    [{ messages: ['hi'] }, 'invalid_type', 'messages[0]'],
+    [{ messages: [{ content: 'hi' }] }, 'missing_required_parameter', 'messages[0].role'],
+    [{ messages: [...messages, { role: 'User', content: 'hi' }] }, 'invalid_value', 'messages[1].role'],
+    [{ messages: [{ role: 'user' }] }, 'missing_required_parameter', 'messages[0].content'],
+    [{ messages: [{ role: 'user', content: 5 }] }, 'invalid_type', 'messages[0].content'],
+    [{ messages: [{ role: 'user', content: [] }] }, 'invalid_value', 'messages[0].content'],
+    [
+      { messages: [{ role: 'user', content: [{ type: 'image_url', image_url: {} }] }] },
+      'unsupported_value',
+      'messages[0].content[0].type',
+    ],
+    [{ messages: [{ role: 'user', content: [{ type: 'text' }] }] }, 'invalid_type', 'messages[0].content[0].text'],
+    [
+      { messages: [{ role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: '[1]' } }] }] },
+      'invalid_value',
+      'messages[0].tool_calls[0].function.arguments',
+    ],
+    [{ temperature: 2.1 }, 'invalid_value', 'temperature'],
+    [{ temperature: Infinity }, 'invalid_value', 'temperature'],
+    [{ temperature: '1' }, 'invalid_type', 'temperature'],
+    [{ top_p: -0.1 }, 'invalid_value', 'top_p'],
+    [{ top_k: 1.5 }, 'invalid_type', 'top_k'],
+    [{ top_k: -2 }, 'invalid_value', 'top_k'],
+    [{ min_p: 2 }, 'invalid_value', 'min_p'],
+    [{ seed: 2 ** 64 }, 'invalid_value', 'seed'],
+    [{ seed: 0.5 }, 'invalid_type', 'seed'],
+    [{ stop: '' }, 'invalid_value', 'stop'],
+    [{ stop: ['a', ''] }, 'invalid_value', 'stop[1]'],
+    [{ stop: Array(17).fill('a') }, 'invalid_value', 'stop'],
+    [{ stop: 5 }, 'invalid_type', 'stop'],
+    [{ stop_token_ids: [1000] }, 'invalid_value', 'stop_token_ids[0]'],
+    [{ max_tokens: 0 }, 'invalid_value', 'max_tokens'],
+    [{ max_completion_tokens: '5' }, 'invalid_type', 'max_completion_tokens'],
+    [{ max_tokens: 1.5 }, 'invalid_type', 'max_tokens'],
+    [{ stream: 'true' }, 'invalid_type', 'stream'],
+    [{ stream_options: { include_usage: 1 } }, 'invalid_type', 'stream_options.include_usage'],
+    [{ ignore_eos: 1 }, 'invalid_type', 'ignore_eos'],
+    [{ n: 0 }, 'invalid_value', 'n'],
+    [{ n: 2 }, 'unsupported_parameter', 'n'],
+    [{ logprobs: true }, 'unsupported_parameter', 'logprobs'],
+    [{ top_logprobs: '5' }, 'invalid_type', 'top_logprobs'],
+    [{ presence_penalty: 1 }, 'unsupported_parameter', 'presence_penalty'],
+    [{ repetition_penalty: 0 }, 'invalid_value', 'repetition_penalty'],
+    [{ logit_bias: { '5': 1 } }, 'unsupported_parameter', 'logit_bias'],
+    [{ response_format: { type: 'json_object' } }, 'unsupported_parameter', 'response_format'],
+    [{ response_format: { type: 'xml' } }, 'invalid_value', 'response_format.type'],
+    [{ guided_json: {} }, 'unsupported_parameter', 'guided_json'],
+    [{ regex: 'a+' }, 'unsupported_parameter', 'regex'],
+    [{ functions: [] }, 'unsupported_parameter', 'functions'],
+    [{ tools: [{ type: 'web_search' }] }, 'invalid_value', 'tools[0].type'],
+    [{ tools: [{ type: 'function', function: { name: 'a b' } }] }, 'invalid_value', 'tools[0].function.name'],
+    [{ tools: [tool, tool] }, 'invalid_value', 'tools[1].function.name'],
+    [{ tools: [tool], tool_choice: 'required' }, 'unsupported_value', 'tool_choice'],
+    [
+      { tools: [tool], tool_choice: { type: 'function', function: { name: 'add' } } },
+      'unsupported_value',
+      'tool_choice',
+    ],
+    [
+      { tools: [tool], tool_choice: { type: 'function', function: { name: 'sub' } } },
+      'invalid_value',
+      'tool_choice.function.name',
+    ],
+    [{ tool_choice: 'required' }, 'invalid_value', 'tool_choice'],
+    [{ tool_choice: 'sometimes' }, 'invalid_value', 'tool_choice'],
+    [{ reasoning_effort: 'huge' }, 'invalid_value', 'reasoning_effort'],
+    [{ chat_template_kwargs: { thinking: 'yes' } }, 'invalid_type', 'chat_template_kwargs.thinking'],
+    [{ thinking: { type: 'maybe' } }, 'invalid_value', 'thinking.type'],
+    [{ continue_final_message: true }, 'unsupported_parameter', 'continue_final_message'],
+    [{ model: 'gpt-4' }, 'model_not_found', 'model'],
+  ];
+  for (const [fields, code, param] of cases) {
+    const found = refusal(() => chat(fields));
+    assert.deepEqual({ code: found.code, param: found.param }, { code, param }, JSON.stringify(fields));
+  }
+});
+
+test('a wrong completion field is refused by name', () => {
+  const cases: [JsonObject, string, string][] = [
+    [{ prompt: null }, 'missing_required_parameter', 'prompt'],
+    [{ prompt: '' }, 'invalid_value', 'prompt'],
+    [{ prompt: [] }, 'invalid_value', 'prompt'],
+    [{ prompt: [''] }, 'invalid_value', 'prompt[0]'],
+    [{ prompt: [1, 'a'] }, 'invalid_type', 'prompt[1]'],
+    [{ prompt: [1, 1000] }, 'invalid_value', 'prompt[1]'],
+    [{ prompt: [1, -1] }, 'invalid_value', 'prompt[1]'],
+    [{ prompt: ['a', 'b'] }, 'unsupported_value', 'prompt'],
+    [{ prompt: [[1, 0.5]] }, 'invalid_type', 'prompt[0][1]'],
+    [{ prompt: { text: 'a' } }, 'invalid_type', 'prompt'],
+    [{ echo: true }, 'unsupported_parameter', 'echo'],
+    [{ logprobs: 0 }, 'unsupported_parameter', 'logprobs'],
+    [{ best_of: 2 }, 'unsupported_parameter', 'best_of'],
+    [{ suffix: 'x' }, 'unsupported_parameter', 'suffix'],
+    [{ max_tokens: 0 }, 'invalid_value', 'max_tokens'],
+  ];
+  for (const [fields, code, param] of cases) {
+    const found = refusal(() => completion(fields));
+    assert.deepEqual({ code: found.code, param: found.param }, { code, param }, JSON.stringify(fields));
+  }
+});
+
+test('a refusal names what is accepted and echoes little of what was sent', () => {
+  assert.equal(refusal(() => chat({ temperature: 3 })).message, 'temperature must be a number from 0 to 2, found 3.');
+  assert.ok(refusal(() => chat({ stop: 'x'.repeat(5000) })).message.length < 200);
+});
+
+test('null means absent in every field, and unknown fields are ignored', () => {
+  const plain = chat({});
+  const fields = ['temperature', 'top_p', 'top_k', 'min_p', 'seed', 'stop', 'max_tokens', 'stream', 'stream_options'];
+  const more = ['tools', 'tool_choice', 'parallel_tool_calls', 'logit_bias', 'response_format', 'n', 'logprobs'];
+  const kwargs = ['chat_template_kwargs', 'reasoning_effort', 'thinking', 'ignore_eos', 'skip_special_tokens'];
+  for (const name of [...fields, ...more, ...kwargs]) assert.deepEqual(chat({ [name]: null }), plain, name);
+  const extras = { store: true, user: 7, metadata: { a: 1 }, service_tier: 'auto', bootstrap_room: 5, made_up: {} };
+  assert.deepEqual(chat(extras), plain);
+});
+
+test('values that change nothing are accepted for fields that are not supported', () => {
+  const neutral = { n: 1, presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1, logit_bias: {} };
+  chat({ ...neutral, logprobs: false, top_logprobs: 0, response_format: { type: 'text' }, modalities: ['text'] });
+  completion({ ...neutral, best_of: 1, echo: false, suffix: '', logprobs: null });
+});
+
+test('sampling fields take the defaults of the model and fold what means the same', () => {
+  assert.deepEqual(chat({}).sampling, { temperature: 1, topP: 1, topK: 0, minP: 0 });
+  const given = { temperature: 0.5, top_p: 0.9, top_k: 5, min_p: 0.1, seed: 7 };
+  assert.deepEqual(chat(given).sampling, { temperature: 0.5, topP: 0.9, topK: 5, minP: 0.1 });
+  assert.equal(chat({ top_p: 0 }).sampling.temperature, 0);
+  for (const topK of [-1, 0, 1000, 5000]) assert.equal(chat({ top_k: topK }).sampling.topK, 0);
+});
+
+test('seeds keep their value below 2^32 and stay 32 bits beyond', () => {
+  assert.equal(chat({}).seed, null);
+  assert.equal(chat({ seed: 0 }).seed, 0);
+  assert.equal(chat({ seed: 2 ** 32 - 1 }).seed, 2 ** 32 - 1);
+  for (const seed of [-1, -(2 ** 63), 2 ** 53, 2 ** 63 - 1024]) {
+    const folded = chat({ seed }).seed!;
+    assert.ok(Number.isInteger(folded) && folded >= 0 && folded < 2 ** 32, String(seed));
+  }
+});
+
+test('stop is one string or many, and an empty list is none', () => {
+  assert.deepEqual(chat({ stop: 'a' }).stop, ['a']);
+  assert.deepEqual(chat({ stop: ['a', 'b'] }).stop, ['a', 'b']);
+  assert.deepEqual(chat({ stop: [] }).stop, []);
+});
+
+test('messages are taken in all the shapes that clients send', () => {
+  assert.equal(message({ role: 'developer', content: 'be brief', id: 7 })?.role, 'system');
+  assert.equal(message({ role: 'function', name: 'f', content: 'r' })?.role, 'tool');
+  assert.equal(message({ role: 'user', name: null, content: '' })?.content, '');
+  assert.deepEqual(message({ role: 'user', content: [{ type: 'input_text', text: 'a' }] })?.content, [
+    { type: 'text', text: 'a' },
+  ]);
+  assert.equal(message({ role: 'user', content: 'a\uD800b' })?.content, 'a\uFFFDb');
+  const assistant = message({ role: 'assistant', content: null, reasoning: 'r', tool_calls: [call] });
+  assert.equal(assistant?.content, '');
+  assert.equal(assistant?.reasoning_content, 'r');
+  assert.deepEqual(assistant?.tool_calls, [call]);
+  assert.equal(message({ role: 'assistant', tool_calls: [] })?.tool_calls, undefined);
+  assert.equal(message({ role: 'tool', tool_call_id: 'c1', content: 'r' })?.tool_call_id, 'c1');
+});
+
+test('arguments of earlier calls may be empty, null, an object, or no JSON at all', () => {
+  const cases: [unknown, string][] = [
+    ['', '{}'],
+    [null, '{}'],
+    [undefined, '{}'],
+    [{ a: 1 }, '{"a":1}'],
+    ['{"a": 1.0}', '{"a": 1.0}'],
+    ['not json', 'not json'],
+  ];
+  for (const [given, expected] of cases) {
+    const found = message({ role: 'assistant', tool_calls: [{ function: { name: 'add', arguments: given } }] });
+    assert.equal(found?.tool_calls?.[0]?.function.arguments, expected);
+  }
+});
+
+test('tools are kept as they stand, and left out of the prompt when the choice is none', () => {
+  const auto = chat({ tools: [tool] });
+  assert.deepEqual(auto.conversation.tools, [tool]);
+  assert.equal(auto.maxToolCalls, Infinity);
+  assert.equal(chat({ tools: [tool], parallel_tool_calls: false }).maxToolCalls, 1);
+  const none = chat({ tools: [tool], tool_choice: 'none' });
+  assert.deepEqual(none.conversation.tools, []);
+  assert.equal(none.maxToolCalls, 0);
+  assert.equal(none.readsToolCalls, true);
+  assert.equal(chat({ tools: [] }).readsToolCalls, false);
+});
+
+test('the ways to ask for reasoning have an order', () => {
+  const cases: [JsonObject, boolean][] = [
+    [{}, true],
+    [{ reasoning: { enabled: false } }, false],
+    [{ reasoning_effort: 'none' }, false],
+    [{ reasoning_effort: 'none', reasoning: { enabled: true } }, false],
+    [{ chat_template_kwargs: { thinking: true }, reasoning_effort: 'none' }, true],
+    [{ chat_template_kwargs: { enable_thinking: false } }, false],
+    [{ chat_template_kwargs: { enable_thinking: false, thinking: true } }, true],
+    [{ thinking: { type: 'disabled' }, chat_template_kwargs: { thinking: true } }, false],
+  ];
+  for (const [fields, thinking] of cases) {
+    assert.equal(chat(fields).conversation.thinking, thinking, JSON.stringify(fields));
+  }
+  const off = { ...served, thinkingByDefault: false };
+  assert.equal(parseChatRequest({ messages }, off).conversation.thinking, false);
+});
+
+test('efforts are mapped to those the model was trained with', () => {
+  const efforts: [string, string | undefined][] = [
+    ['minimal', 'low'],
+    ['low', 'high'],
+    ['medium', 'high'],
+    ['xhigh', 'max'],
+    ['max', 'max'],
+  ];
+  for (const [given, expected] of efforts) {
+    assert.equal(chat({ reasoning_effort: given }).conversation.reasoningEffort, expected);
+    assert.equal(chat({ chat_template_kwargs: { reasoning_effort: given } }).conversation.reasoningEffort, expected);
+  }
+  assert.equal(chat({}).conversation.reasoningEffort, undefined);
+});
+
+test('a prompt is text or ids, alone or as the only entry of a list', () => {
+  assert.equal(completion({ prompt: 'a' }).prompt, 'a');
+  assert.equal(completion({ prompt: ['a'] }).prompt, 'a');
+  assert.deepEqual(completion({ prompt: [1, 2] }).prompt, [1, 2]);
+  assert.deepEqual(completion({ prompt: [[1, 2]] }).prompt, [1, 2]);
+  assert.equal(completion({ prompt: 'a\uDC00' }).prompt, 'a\uFFFD');
+});
+
+test('the token limit is what was asked for, else the rest of the context or sixteen', () => {
+  assert.equal(resolveMaxTokens(chat({ max_tokens: 5 }), 90, 100), 5);
+  assert.equal(resolveMaxTokens(chat({ max_tokens: 5, max_completion_tokens: 6 }), 90, 100), 6);
+  assert.equal(resolveMaxTokens(chat({}), 90, 100), 10);
+  assert.equal(resolveMaxTokens(completion({}), 50, 100), 16);
+  assert.equal(resolveMaxTokens(completion({}), 90, 100), 10);
+});
+
+test('what does not fit the context is refused with the real numbers', () => {
+  const asked = refusal(() => resolveMaxTokens(completion({ max_tokens: 16 }), 90, 100));
+  assert.equal(asked.code, 'context_length_exceeded');
+  assert.equal(asked.param, 'prompt');
+  assert.match(
+    asked.message,
+    /maximum context length is 100 tokens.*106 tokens \(90 in the prompt, 16 in the answer\)/,
+  );
+  const full = refusal(() => resolveMaxTokens(chat({}), 120, 100));
+  assert.equal(full.param, 'messages');
+  assert.match(full.message, /maximum context length is 100 tokens.*120 tokens/);
+  assert.ok(!full.message.includes('-'), full.message);
+});
+
+test('the model is the served one, by name, as default, or unsaid', () => {
+  assert.equal(chat({}).model, 'nano');
+  assert.equal(chat({ model: 'nano' }).model, 'nano');
+  assert.equal(chat({ model: 'default' }).model, 'default');
+});
+
+test('tokenize takes a text, texts or a conversation, and detokenize one or many lists of ids', () => {
+  const texts = (body: JsonObject) => parseTokenizeRequest(body, served);
+  assert.deepEqual(texts({ prompt: '' }), { kind: 'texts', texts: [''], nested: false, returnTokenStrings: false });
+  assert.deepEqual(texts({ prompt: ['a', 'b'] }), {
+    kind: 'texts',
+    texts: ['a', 'b'],
+    nested: true,
+    returnTokenStrings: false,
+  });
+  const conversation = texts({ messages, tools: [tool], chat_template_kwargs: { thinking: false } });
+  assert.ok(conversation.kind === 'chat');
+  assert.deepEqual(conversation.conversation.tools, [tool]);
+  assert.equal(conversation.conversation.thinking, false);
+  assert.equal(conversation.addGenerationPrompt, true);
+  assert.equal(refusal(() => texts({})).param, 'prompt');
+  assert.equal(refusal(() => texts({ prompt: 'a', messages })).param, 'messages');
+  assert.equal(refusal(() => texts({ prompt: [1] })).param, 'prompt[0]');
+
+  const ids = (tokens: unknown) => parseDetokenizeRequest({ tokens }, served);
+  assert.deepEqual(ids([1, 2]), { sequences: [[1, 2]], nested: false });
+  assert.deepEqual(ids([[1], [2]]), { sequences: [[1], [2]], nested: true });
+  assert.deepEqual(ids([]), { sequences: [[]], nested: false });
+  assert.equal(refusal(() => ids([1, 1000])).param, 'tokens[1]');
+  assert.equal(refusal(() => ids([[1], 2])).param, 'tokens[1]');
+  assert.equal(refusal(() => ids(null)).param, 'tokens');
+});
+
+const head = { id: 'chatcmpl-1', created: 5, model: 'nano' };
+const usage = { promptTokens: 3, completionTokens: 4, reasoningTokens: 1 };
+const finish = { reason: 'tool_calls', matchedStop: 1 } as const;
+const deltas: AnswerDelta[] = [
+  { kind: 'reasoning', text: 'r' },
+  { kind: 'content', text: 'c' },
+  { kind: 'tool_call', index: 0, id: 'call_1', name: 'add' },
+  { kind: 'tool_arguments', index: 0, text: '{"a":' },
+  { kind: 'tool_arguments', index: 0, text: '1}' },
+];
+
+test('the chunks of a chat stream come in the order and shape that clients rely on', () => {
+  const writer = createChunkWriter(head, chat({ stream_options: { include_usage: true } }));
+  const chunks = [...writer.open(usage), ...deltas.map((delta) => writer.delta(delta, usage))];
+  chunks.push(...writer.close(finish, usage));
+  const base = { id: 'chatcmpl-1', object: 'chat.completion.chunk', created: 5, model: 'nano' };
+  const chunk = (delta: object) => ({
+    ...base,
+    choices: [{ index: 0, delta, logprobs: null, finish_reason: null }],
+    usage: null,
+  });
+  const usageFields = {
+    prompt_tokens: 3,
+    completion_tokens: 4,
+    total_tokens: 7,
+    prompt_tokens_details: { cached_tokens: 0 },
+    completion_tokens_details: { reasoning_tokens: 1 },
+  };
+  assert.deepEqual(chunks, [
+    chunk({ role: 'assistant', content: '' }),
+    chunk({ reasoning_content: 'r' }),
+    chunk({ content: 'c' }),
+    chunk({ tool_calls: [{ index: 0, id: 'call_1', type: 'function', function: { name: 'add', arguments: '' } }] }),
+    chunk({ tool_calls: [{ index: 0, function: { arguments: '{"a":' } }] }),
+    chunk({ tool_calls: [{ index: 0, function: { arguments: '1}' } }] }),
+    {
+      ...base,
+      choices: [{ index: 0, delta: {}, logprobs: null, finish_reason: 'tool_calls', matched_stop: 1 }],
+      usage: null,
+    },
+    { ...base, choices: [], usage: usageFields },
+  ]);
+});
+
+test('usage stays out of a stream unless asked for, and runs along only when asked for too', () => {
+  const plain = createChunkWriter(head, chat({ stream_options: {} }));
+  for (const chunk of [...plain.open(usage), ...plain.close(finish, usage)]) assert.ok(!('usage' in chunk));
+  const options = { include_usage: true, continuous_usage_stats: true };
+  const running = createChunkWriter(head, completion({ stream_options: options }));
+  const first = running.delta({ kind: 'content', text: 'c' }, usage) as { usage: { total_tokens: number } };
+  assert.equal(first.usage.total_tokens, 7);
+});
+
+test('the chunks of a completion stream carry text and no role', () => {
+  const writer = createChunkWriter(head, completion({}));
+  assert.deepEqual(writer.open(usage), []);
+  const [chunk] = [writer.delta({ kind: 'content', text: 'c' }, usage)] as { object: string; choices: object[] }[];
+  assert.equal(chunk?.object, 'text_completion');
+  assert.deepEqual(chunk?.choices, [{ index: 0, text: 'c', logprobs: null, finish_reason: null }]);
+});
+
+test('a whole chat answer leaves out what is not there', () => {
+  const whole = chatBody(head, sumDeltas(deltas), finish, usage);
+  assert.deepEqual(whole.choices[0]?.message, {
+    role: 'assistant',
+    content: 'c',
+    refusal: null,
+    reasoning_content: 'r',
+    tool_calls: [{ id: 'call_1', type: 'function', function: { name: 'add', arguments: '{"a":1}' } }],
+  });
+  const empty = chatBody(head, sumDeltas([]), { reason: 'stop', matchedStop: null }, usage);
+  assert.deepEqual(empty.choices[0]?.message, { role: 'assistant', content: '', refusal: null });
+  const onlyCall = chatBody(head, sumDeltas(deltas.slice(2)), finish, usage);
+  assert.equal(onlyCall.choices[0]?.message.content, null);
+});
+
+test('a whole completion answer has text, finish reason and usage', () => {
+  const body = completionBody(
+    head,
+    sumDeltas([{ kind: 'content', text: 'x' }]),
+    { reason: 'length', matchedStop: null },
+    usage,
+  );
+  assert.equal(body.object, 'text_completion');
+  assert.deepEqual(body.choices, [
+    { index: 0, text: 'x', logprobs: null, finish_reason: 'length', matched_stop: null },
+  ]);
+  assert.equal(body.usage.total_tokens, 7);
+});
