@@ -1,0 +1,388 @@
+/**
+ * The model: embedding, layers, head and sampling. The file to read first.
+ *
+ * A step takes chunks of one or more sequences (prefill: many rows of few sequences; decode: one row each), runs all
+ * layers over all rows in one submit, and brings back nothing but the sampled tokens. What a row computes depends on its
+ * own sequence alone: the same bits come out whatever else is in the step and however the prompt was cut into chunks.
+ */
+import assert from 'node:assert/strict';
+import type { Device } from '../kernels/device.ts';
+import { embed } from '../kernels/embed.ts';
+import { hyperHead, hyperPost, hyperPre } from '../kernels/hyper-connection.ts';
+import { Recorder } from '../kernels/kernel.ts';
+import { linear } from '../kernels/linear.ts';
+import { rmsnorm } from '../kernels/rmsnorm.ts';
+import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
+import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { recordAttention, type BlockContext, type StepShape } from './attention.ts';
+import { loadModelConfig, OVERLAP_RATIO, type ModelConfig } from './config.ts';
+import { createKvCache, type KvCache, type LayerCache } from './kv-cache.ts';
+import { recordMoe } from './moe.ts';
+import { openCheckpoint, type TensorSource } from './safetensors.ts';
+import { loadWeights, type HyperWeights, type LayerWeights, type ModelWeights } from './weights.ts';
+import { allocateWorkspace, modelLimits, type ModelLimits, type Workspace } from './workspace.ts';
+
+/** A model on a device, ready to run. Owns the device memory of its weights and workspace. */
+export interface Model {
+  readonly device: Device;
+  readonly config: ModelConfig;
+  readonly limits: ModelLimits;
+  readonly weights: ModelWeights;
+  readonly workspace: Workspace;
+  /** Readback buffers that no step is using. */
+  readonly idleReadbacks: GPUBuffer[];
+}
+
+/** How far loading is: bytes of weights, then pipelines. */
+export interface ModelProgress {
+  readonly stage: 'weights' | 'pipelines';
+  readonly done: number;
+  readonly total: number;
+  readonly note?: string;
+}
+
+export interface ModelOptions {
+  /** Most rows of one step. */
+  readonly maxRows: number;
+  /** Most sequences of one step. */
+  readonly maxSequences: number;
+  /** Longest sequence; the config's own limit if that is smaller. */
+  readonly maxPositions: number;
+  /** Load the draft block too. */
+  readonly mtp?: boolean;
+  readonly onProgress?: (progress: ModelProgress) => void;
+}
+
+/** How the token after a chunk is chosen. Temperature 0 takes the likeliest. */
+export interface SamplingParams {
+  readonly temperature: number;
+  readonly topK: number;
+  readonly topP: number;
+  readonly minP: number;
+  readonly seed: number;
+}
+
+/** A chunk of one sequence: `tokens` stand at positions [start, start + tokens.length). */
+export interface ForwardSequence {
+  readonly slot: number;
+  /** Page ids in order of positions; enough for the chunk's last position. */
+  readonly pages: readonly number[];
+  readonly start: number;
+  readonly tokens: ArrayLike<number>;
+  /** Null: nothing is sampled after this chunk. */
+  readonly sampling: SamplingParams | null;
+}
+
+export interface ForwardBatch {
+  /** Chooses kernels' shapes only; results are the same. */
+  readonly phase: 'prefill' | 'decode';
+  readonly sequences: readonly ForwardSequence[];
+}
+
+/** Read a checkpoint directory and make the model ready: weights loaded, every pipeline compiled and run once. */
+export async function loadModel(device: Device, directory: string, options: ModelOptions): Promise<Model> {
+  const config = loadModelConfig(directory);
+  const source = await openCheckpoint(directory);
+  try {
+    return await createModel(device, config, source, options);
+  } finally {
+    await source.close();
+  }
+}
+
+/** `loadModel` from a config and weights that are already at hand. */
+export async function createModel(
+  device: Device,
+  config: ModelConfig,
+  source: TensorSource,
+  options: ModelOptions,
+): Promise<Model> {
+  const onProgress = options.onProgress ?? (() => {});
+  const weights = await loadWeights(device, config, source, {
+    mtp: options.mtp ?? false,
+    onProgress: (progress) => onProgress({ stage: 'weights', ...progress }),
+  });
+  const limits = modelLimits(config, options);
+  const workspace = allocateWorkspace(device, config, limits);
+  const model: Model = { device, config, limits, weights, workspace, idleReadbacks: [] };
+  await warmPipelines(model, onProgress);
+  return model;
+}
+
+/**
+ * Run one step.
+ *
+ * @returns the sampled token of every sequence that samples, in order. Rejects when the device is lost, or when a row's
+ *   logits hold no usable number.
+ */
+export async function forward(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[]> {
+  const { device, workspace } = model;
+  const shape = writeStep(model, cache, batch);
+  const recorder = new Recorder(device);
+  const context = { recorder, config: model.config, workspace, shape };
+  recordLayers(context, model, cache);
+  if (shape.sampledCount === 0) {
+    recorder.submit();
+    await Promise.race([device.queue.onSubmittedWorkDone(), device.lost]);
+    return [];
+  }
+  recordHead(context, model);
+  sample(recorder, { ...workspace, ...workspace.steps, sampledCount: shape.sampledCount });
+  const bytes = await readBack(model, recorder, workspace.tokens, shape.sampledCount * 4);
+  const tokens = [...new Uint32Array(bytes)];
+  assert(!tokens.includes(NO_TOKEN), 'a row of logits holds no usable number: the weights or the cache are damaged');
+  return tokens;
+}
+
+/**
+ * Run one step and bring back whole rows of logits, of the positions asked for: sequence by sequence, positions
+ * ascending. For tools and tests; `sampling` is ignored.
+ */
+export async function forwardLogits(
+  model: Model,
+  cache: KvCache,
+  batch: ForwardBatch & { readonly positions: 'all' | readonly number[] },
+): Promise<Float32Array[]> {
+  const { device, workspace, config, limits } = model;
+  const { positions } = batch;
+  const wanted = positions === 'all' ? null : new Set(positions);
+  const sequences = batch.sequences.map((sequence) => ({ ...sequence, sampling: null }));
+  const shape = writeStep(model, cache, { ...batch, sequences });
+  const recorder = new Recorder(device);
+  recordLayers({ recorder, config, workspace, shape }, model, cache);
+  recorder.submit();
+
+  const rows: number[] = [];
+  let row = 0;
+  for (const { start, tokens } of sequences) {
+    for (let index = 0; index < tokens.length; index++, row++) if (!wanted || wanted.has(start + index)) rows.push(row);
+  }
+  const logits: Float32Array[] = [];
+  for (let first = 0; first < rows.length; first += limits.maxSampled) {
+    const block = rows.slice(first, first + limits.maxSampled);
+    uploadTensor(device, workspace.steps.step, Uint32Array.of(shape.rowCount, sequences.length, block.length, 0));
+    uploadTensor(device, workspace.steps.sampled, Uint32Array.from(block));
+    recordHead({ recorder, config, workspace, shape: { ...shape, sampledCount: block.length } }, model);
+    const rowBytes = config.vocabSize * 4;
+    const bytes = await readBack(model, recorder, workspace.logits, block.length * rowBytes);
+    for (let index = 0; index < block.length; index++) {
+      logits.push(new Float32Array(bytes.slice(index * rowBytes, (index + 1) * rowBytes)));
+    }
+  }
+  return logits;
+}
+
+// ----------------------------------------------------------------------------------------------------------- layers
+
+function recordLayers(context: BlockContext, model: Model, cache: KvCache): void {
+  const { recorder, config, workspace, shape } = context;
+  const { rows, step } = workspace.steps;
+  const { rowCount } = shape;
+  embed(recorder, { rows, table: model.weights.embedding, out: workspace.streams, step, rowCount });
+  for (const [index, { ratio }] of config.layers.entries()) {
+    recordLayer(context, { ratio, weights: model.weights.layers[index]!, cache: cache.layers[index]! });
+  }
+}
+
+function recordLayer(context: BlockContext, layer: { ratio: number; weights: LayerWeights; cache: LayerCache }): void {
+  const { weights } = layer;
+  recordBlock(context, { mix: weights.attentionMix, norm: weights.attentionNorm }, () =>
+    recordAttention(context, { ...layer, weights: weights.attention }),
+  );
+  recordBlock(context, { mix: weights.moeMix, norm: weights.moeNorm }, () => recordMoe(context, weights.moe));
+}
+
+// A block sees the streams mixed into one normed vector; its output is spread over all streams.
+function recordBlock(context: BlockContext, around: { mix: HyperWeights; norm: Tensor }, block: () => void): void {
+  const { recorder, config, workspace, shape } = context;
+  const { streams, mix, post, comb, hidden, normed, blockOut, steps } = workspace;
+  const { step } = steps;
+  const { rowCount } = shape;
+  linear(recorder, { x: streams, weight: around.mix.fn, out: mix, step, rowCount });
+  hyperPre(recorder, {
+    streams,
+    mix,
+    base: around.mix.base,
+    scale: around.mix.scale,
+    y: hidden,
+    post,
+    comb,
+    config: hyperConfig(config),
+    step,
+    rowCount,
+  });
+  rmsnorm(recorder, { x: hidden, weight: around.norm, out: normed, eps: config.normEps, step, rowCount });
+  block();
+  hyperPost(recorder, { streams, y: blockOut, post, comb, step, rowCount });
+}
+
+// Logits of the sampled rows.
+function recordHead(context: BlockContext, model: Model): void {
+  const { recorder, config, workspace, shape } = context;
+  const { headMix, norm, head } = model.weights;
+  const { streams, headHidden, headNormed, logits, steps } = workspace;
+  const { step, sampled } = steps;
+  const { rowCount, sampledCount } = shape;
+  linear(recorder, { x: streams, weight: headMix.fn, out: workspace.headMix, step, rowCount });
+  hyperHead(recorder, {
+    streams,
+    mix: workspace.headMix,
+    base: headMix.base,
+    scale: headMix.scale,
+    sampled,
+    out: headHidden,
+    config: hyperConfig(config),
+    step,
+    sampledCount,
+  });
+  const samplewise = { step, rowCount: sampledCount, countFrom: 'sampled' } as const;
+  rmsnorm(recorder, { x: headHidden, weight: norm, out: headNormed, eps: config.normEps, ...samplewise });
+  linear(recorder, { x: headNormed, weight: head, out: logits, ...samplewise });
+}
+
+function hyperConfig(config: ModelConfig): { normEps: number; eps: number; iterations: number } {
+  return { normEps: config.normEps, eps: config.hcEps, iterations: config.sinkhornIterations };
+}
+
+// ------------------------------------------------------------------------------------------------------------- steps
+
+// Describe the step to the device. Everything that changes from step to step is in these tensors, so that bind groups,
+// which hold the rest, stay cached.
+function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): StepShape {
+  const { device, limits, workspace } = model;
+  const { sequences, phase } = batch;
+  const rowCount = sequences.reduce((sum, { tokens }) => sum + tokens.length, 0);
+  const sampledCount = sequences.filter(({ sampling }) => sampling).length;
+  assert(
+    sequences.length > 0 && sequences.length <= limits.maxSequences,
+    `${sequences.length} sequences in a step of at most ${limits.maxSequences}`,
+  );
+  assert(rowCount <= limits.maxRows, `${rowCount} rows in a step of at most ${limits.maxRows}`);
+
+  const rows = new Uint32Array(rowCount * 4);
+  const chunks = new Uint32Array(sequences.length * 4);
+  const pageTable = new Uint32Array(sequences.length * limits.maxPages);
+  const sampled = new Uint32Array(sampledCount);
+  const sampling = new Uint32Array(sampledCount * SAMPLING_WORDS);
+  let row = 0;
+  let sample = 0;
+  let lastPosition = 0;
+  for (const [index, sequence] of sequences.entries()) {
+    const { slot, pages, start, tokens } = sequence;
+    checkSequence(model, cache, sequence);
+    chunks.set([slot, start, row, tokens.length], index * 4);
+    pageTable.set(pages.slice(0, limits.maxPages), index * limits.maxPages);
+    for (let offset = 0; offset < tokens.length; offset++) {
+      rows.set([tokens[offset]!, start + offset, index, offset], (row + offset) * 4);
+    }
+    row += tokens.length;
+    const end = start + tokens.length;
+    lastPosition = Math.max(lastPosition, end - 1);
+    if (!sequence.sampling) continue;
+    sampled[sample] = row - 1;
+    writeSamplingRow(sampling, sample, { ...sequence.sampling, position: end });
+    sample++;
+  }
+
+  const { steps } = workspace;
+  uploadTensor(device, steps.step, Uint32Array.of(rowCount, sequences.length, sampledCount, 0));
+  uploadTensor(device, steps.rows, rows);
+  uploadTensor(device, steps.sequences, chunks);
+  uploadTensor(device, steps.pageTable, pageTable);
+  if (sampledCount > 0) {
+    uploadTensor(device, steps.sampled, sampled);
+    uploadTensor(device, steps.sampling, sampling);
+  }
+  return { phase, rowCount, sampledCount, lastPosition };
+}
+
+function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence): void {
+  const { config, limits } = model;
+  const { slot, pages, start, tokens } = sequence;
+  const end = start + tokens.length;
+  assert(tokens.length > 0, 'a chunk without tokens');
+  assert(slot >= 0 && slot < cache.slotCount, `slot ${slot} of a cache of ${cache.slotCount}`);
+  assert(end <= limits.maxPositions, `positions [${start}, ${end}) of at most ${limits.maxPositions}`);
+  assert(
+    pages.length * config.pageTokens >= end || cache.pageBytes === 0,
+    `${pages.length} pages for ${end} positions`,
+  );
+  for (const page of pages)
+    assert(page >= 0 && page < cache.pageCount, `page ${page} of a cache of ${cache.pageCount}`);
+  for (let index = 0; index < tokens.length; index++) {
+    assert(tokens[index]! < config.vocabSize, `token ${tokens[index]} of a vocabulary of ${config.vocabSize}`);
+  }
+}
+
+// Submit what is recorded and bring the start of a tensor back, as memory of the caller's own.
+async function readBack(model: Model, recorder: Recorder, source: Tensor, byteLength: number): Promise<ArrayBuffer> {
+  const { device, idleReadbacks } = model;
+  const found = idleReadbacks.findIndex((buffer) => buffer.size >= byteLength);
+  const buffer =
+    found >= 0
+      ? idleReadbacks.splice(found, 1)[0]!
+      : device.gpu.createBuffer({
+          size: byteLength,
+          usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST,
+          label: `readback of ${source.label}`,
+        });
+  recorder.copy(source.buffer, source.offsetBytes, buffer, 0, byteLength);
+  recorder.submit();
+  await Promise.race([buffer.mapAsync(GPUMapMode.READ, 0, byteLength), device.lost]);
+  const bytes = buffer.getMappedRange(0, byteLength).slice(0);
+  buffer.unmap();
+  idleReadbacks.push(buffer);
+  return bytes;
+}
+
+// ----------------------------------------------------------------------------------------------------------- warm-up
+
+// Rows of the larger warm-up steps: more than any kernel's few-row variant takes.
+const WARM_ROWS = 32;
+
+// A pipeline is compiled by the driver at its first dispatch, which takes up to seconds; a first request must not.
+// These steps reach every variant: many and few rows, with and without a choice of entries, greedy and random.
+async function warmPipelines(model: Model, onProgress: (progress: ModelProgress) => void): Promise<void> {
+  const { config, limits } = model;
+  const cache = createKvCache(model.device, config, { pageCount: 1, slotCount: 1 });
+  const steps = warmSteps(config, limits);
+  try {
+    for (const [index, { note, phase, rowCount, lastPosition }] of steps.entries()) {
+      onProgress({ stage: 'pipelines', done: index, total: steps.length, note });
+      const start = lastPosition + 1 - rowCount;
+      const pages = Array.from({ length: Math.ceil((lastPosition + 1) / config.pageTokens) }, () => 0);
+      const greedy = { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 };
+      const tokens = new Uint32Array(rowCount).fill(config.bosTokenId);
+      await warmStep(model, cache, { phase, sequences: [{ slot: 0, pages, start, tokens, sampling: greedy }] });
+    }
+    onProgress({ stage: 'pipelines', done: steps.length, total: steps.length });
+  } finally {
+    cache.destroy();
+  }
+}
+
+function warmSteps(
+  config: ModelConfig,
+  limits: ModelLimits,
+): { note: string; phase: 'prefill' | 'decode'; rowCount: number; lastPosition: number }[] {
+  // Far enough that ratio-4 layers choose among their entries.
+  const last = Math.min(limits.maxPositions, OVERLAP_RATIO * (config.indexTopK + WARM_ROWS)) - 1;
+  const steps: { note: string; phase: 'prefill' | 'decode'; rowCount: number; lastPosition: number }[] = [];
+  for (const phase of ['prefill', 'decode'] as const) {
+    for (const rowCount of new Set([1, Math.min(WARM_ROWS, limits.maxRows, last + 1)])) {
+      steps.push({ note: `${phase} of ${rowCount}`, phase, rowCount, lastPosition: last });
+    }
+  }
+  return steps;
+}
+
+// What a warm-up step computes is of no interest; its cache was never filled, so its logits may not be numbers.
+async function warmStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<void> {
+  const recorder = new Recorder(model.device);
+  const shape = writeStep(model, cache, batch);
+  const context = { recorder, config: model.config, workspace: model.workspace, shape };
+  recordLayers(context, model, cache);
+  recordHead(context, model);
+  sample(recorder, { ...model.workspace, ...model.workspace.steps, sampledCount: shape.sampledCount });
+  await readBack(model, recorder, model.workspace.tokens, 4);
+}
