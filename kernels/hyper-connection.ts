@@ -10,6 +10,9 @@ import { assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./hyper-connection.wgsl', import.meta.url));
 
+/** Columns of one workgroup of `hyperPost`. */
+const POST_COLUMNS = 256;
+
 /** Constants of the model's configuration. */
 export interface HyperConfig {
   /** rms_norm_eps: inside the root of the norm of the streams. */
@@ -50,7 +53,6 @@ export function hyperPre(
   },
 ): void {
   const { streams, mix, base, scale, y, post, comb, config, step, rowCount } = args;
-  const { software } = recorder.device.info;
   const count = streams.shape[1]!;
   const columns = streams.shape[2]!;
   assertShape(streams, [null, count, columns]);
@@ -61,14 +63,14 @@ export function hyperPre(
   assertShape(post, [null, count]);
   assertShape(comb, [null, count, count]);
   assertShape(step, [4], 'u32');
-  const rowsPerWorkgroup = software ? SOFTWARE_ROWS : 1;
+  const { workgroupSize, workgroupRows } = chooseGroup(recorder);
   recorder.run(kernel, {
     entry: 'pre',
-    overrides: { WORKGROUP_SIZE: software ? 8 : 64, WORKGROUP_ROWS: rowsPerWorkgroup },
+    overrides: { WORKGROUP_SIZE: workgroupSize, WORKGROUP_ROWS: workgroupRows },
     constants: { STREAMS: `${count}u` },
     tensors: { streams, mix, base, scale, y, post, comb, step },
     params: { columns, iterations: config.iterations, norm_eps: config.normEps, eps: config.eps },
-    workgroups: [Math.ceil(rowCount / rowsPerWorkgroup)],
+    workgroups: [Math.ceil(rowCount / workgroupRows)],
   });
 }
 
@@ -96,10 +98,10 @@ export function hyperPost(
   assertShape(comb, [null, count, count]);
   assertShape(step, [4], 'u32');
   recorder.run(kernel, {
-    entry: 'post',
-    overrides: { WORKGROUP_SIZE: recorder.device.info.software ? 8 : 64 },
-    constants: { STREAMS: `${count}u` },
-    tensors: { out: streams, y, post_in: post, comb_in: comb, step },
+    entry: 'post_in_place',
+    overrides: { WORKGROUP_SIZE: chooseGroup(recorder).workgroupSize },
+    constants: { STREAMS: `${count}u`, POST_COLUMNS: `${POST_COLUMNS}u` },
+    tensors: { streams, y, post, comb, step },
     params: { columns, iterations: 0, norm_eps: 0, eps: 0 },
     workgroups: [Math.ceil(columns / POST_COLUMNS), rowCount],
   });
@@ -132,11 +134,33 @@ export function hyperHead(
     sampledCount: number;
   },
 ): void {
-  throw new Error('body follows');
+  const { streams, mix, base, scale, sampled, out, config, step, sampledCount } = args;
+  const count = streams.shape[1]!;
+  const columns = streams.shape[2]!;
+  assertShape(streams, [null, count, columns]);
+  assertShape(mix, [null, count]);
+  assertShape(base, [count]);
+  assertShape(scale, [1]);
+  assertShape(sampled, [null], 'u32');
+  assertShape(out, [null, columns]);
+  assertShape(step, [4], 'u32');
+  const { workgroupSize, workgroupRows } = chooseGroup(recorder);
+  recorder.run(kernel, {
+    entry: 'head',
+    overrides: { WORKGROUP_SIZE: workgroupSize, WORKGROUP_ROWS: workgroupRows },
+    constants: { STREAMS: `${count}u` },
+    tensors: { streams, mix, base, scale, sampled, out, step },
+    params: { columns, iterations: 0, norm_eps: config.normEps, eps: config.eps },
+    workgroups: [Math.ceil(sampledCount / workgroupRows)],
+  });
 }
 
-/** Rows that one workgroup of `pre` handles on a software adapter: one lane each does the Sinkhorn iterations. */
-const SOFTWARE_ROWS = 8;
-
-/** Columns of one workgroup of `post`. */
-const POST_COLUMNS = 256;
+/**
+ * Lanes and rows of a workgroup. On a software adapter the lanes are those of one vector, and eight rows share it so
+ * that each lane makes the gates of one.
+ */
+function chooseGroup(recorder: Recorder): { workgroupSize: number; workgroupRows: number } {
+  return recorder.device.info.software
+    ? { workgroupSize: 8, workgroupRows: 8 }
+    : { workgroupSize: 64, workgroupRows: 1 };
+}

@@ -5,7 +5,10 @@
  * is accumulated by one lane in ascending k, in blocks of the weight's scale.
  */
 import { loadKernel, type Recorder } from './kernel.ts';
+import type { Dtype } from './dtype.ts';
 import { assertShape, type Tensor } from './tensor.ts';
+
+const kernel = loadKernel(new URL('./linear.wgsl', import.meta.url), ['quant']);
 
 /** How a weight is stored. */
 export type LinearFormat = 'f32' | 'bf16' | 'e4m3' | 'mxfp4' | 'nvfp4';
@@ -52,5 +55,84 @@ export function linear(
     countFrom?: RowCount;
   },
 ): void {
-  throw new Error('body follows');
+  const { x, weight, out, step, rowCount, groups = 1, countFrom = 'rows' } = args;
+  const { rows, columns } = weight;
+  assertLinearWeight(weight);
+  assertShape(step, [4], 'u32');
+  assertRows(x, groups * columns);
+  assertRows(out, rows);
+  if (rows % groups !== 0) throw new RangeError(`linear: ${rows} outputs do not split into ${groups} groups`);
+  const outputs = rows / groups;
+  const { workgroupSize, outputsPerLane, rowsPerLane } = chooseTile(recorder.device.info.software, outputs, rowCount);
+  recorder.run(kernel, {
+    overrides: { WORKGROUP_SIZE: workgroupSize },
+    constants: { R: `${outputsPerLane}u`, T: `${rowsPerLane}u`, FORMAT: formatConstant(weight) },
+    tensors: {
+      x,
+      weight: weight.weight,
+      // Formats without scales read neither, but the bindings of the file want a buffer.
+      scale: weight.scale ?? weight.weight,
+      scale2: weight.scale2 ?? weight.weight,
+      step,
+      out,
+    },
+    params: { columns, outputs, groups, count_from: countFrom === 'rows' ? 0 : 2 },
+    workgroups: [Math.ceil(outputs / (workgroupSize * outputsPerLane)), Math.ceil(rowCount / rowsPerLane), groups],
+  });
+}
+
+/** Outputs and rows of one lane. Of no influence on results; measured on lavapipe, where loads are what costs. */
+function chooseTile(
+  software: boolean,
+  outputs: number,
+  rowCount: number,
+): { workgroupSize: number; outputsPerLane: number; rowsPerLane: number } {
+  const rowsPerLane = rowCount === 1 ? 1 : rowCount <= 4 ? 4 : 8;
+  if (!software) return { workgroupSize: 64, outputsPerLane: 1, rowsPerLane };
+  return { workgroupSize: 8, outputsPerLane: outputs <= 64 ? 4 : 8, rowsPerLane };
+}
+
+/** The kernel's name of the format. */
+function formatConstant(weight: LinearWeight): string {
+  if (weight.format === 'bf16' && weight.columns % 2 === 1) return 'BF16_ODD';
+  return weight.format.toUpperCase();
+}
+
+const STORAGE: Record<LinearFormat, { dtype: Dtype; columnMultiple: number }> = {
+  f32: { dtype: 'f32', columnMultiple: 1 },
+  bf16: { dtype: 'bf16', columnMultiple: 1 },
+  e4m3: { dtype: 'e4m3', columnMultiple: 4 },
+  mxfp4: { dtype: 'e2m1', columnMultiple: 32 },
+  nvfp4: { dtype: 'e2m1', columnMultiple: 16 },
+};
+
+/**
+ * Check that the weight's tensors have the shapes and types that its format says.
+ *
+ * @throws RangeError naming the tensor.
+ */
+export function assertLinearWeight({ format, weight, scale, scale2, rows, columns }: LinearWeight): void {
+  const { dtype, columnMultiple } = STORAGE[format];
+  assertShape(weight, [rows, columns], dtype);
+  if (columns % columnMultiple !== 0) {
+    throw new RangeError(`weight ${weight.label}: ${columns} columns, ${format} needs a multiple of ${columnMultiple}`);
+  }
+  if (format === 'f32' || format === 'bf16') return;
+  if (!scale || (format === 'nvfp4' && !scale2))
+    throw new RangeError(`weight ${weight.label}: ${format} without scale`);
+  if (format === 'e4m3') assertShape(scale, [Math.ceil(rows / 128), Math.ceil(columns / 128)], 'f32');
+  if (format === 'mxfp4') assertShape(scale, [rows, columns / 32], 'e8m0');
+  if (format === 'nvfp4') {
+    assertShape(scale, [rows, columns / 16], 'e4m3');
+    assertShape(scale2!, [1], 'f32');
+  }
+}
+
+function assertRows(tensor: Tensor, width: number): void {
+  const count = tensor.shape.slice(1).reduce((product, size) => product * size, 1);
+  if (tensor.dtype !== 'f32' || count !== width) {
+    throw new RangeError(
+      `tensor ${tensor.label} is ${tensor.dtype} [${tensor.shape}], f32 rows of ${width} are needed`,
+    );
+  }
 }
