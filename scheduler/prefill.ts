@@ -19,8 +19,49 @@
  * Effects returned: send, read, discard, report, violation.
  */
 
-import type { Epoch, Instance, PeerMessage, RoomKey, RouterToWorker } from '../transfer/messages.ts';
-import type { SampledToken } from './types.ts';
+import { promptDigest } from '../transfer/checksum.ts';
+import { bury, buryUnseen, isClosed } from '../transfer/closing.ts';
+import { quarantinedCount } from '../transfer/ledger.ts';
+import {
+  parseKey,
+  type Epoch,
+  type Instance,
+  type Outcome,
+  type PeerMessage,
+  type Reason,
+  type RoomKey,
+  type RouterToWorker,
+  type SubmitMessage,
+} from '../transfer/messages.ts';
+import { createSender, nextRead, readingBytes, stepSender, type Sender, type SenderEvent } from '../transfer/sender.ts';
+import {
+  countStray,
+  createDesk,
+  enterUnwinding,
+  isCurrent,
+  isSuperseded,
+  linkPeer,
+  onRouterNote,
+  ownPauseMs,
+  reportClosed,
+  reportEnd,
+  reportViolations,
+  tickDesk,
+  unlinkPeer,
+  unlinkRouter,
+  type Desk,
+} from './desk.ts';
+import { auditPools, createPools, lend, release, takePoolViolations, type Lease, type Pools } from './pages.ts';
+import type {
+  DropCounts,
+  PrefillBatch,
+  PrefillChunk,
+  PrefillLimits,
+  Request,
+  SampledToken,
+  UnitPlace,
+  WorkerEffect,
+} from './types.ts';
 
 export type PrefillEvent =
   | { type: 'router_message'; router: Epoch; message: RouterToWorker; nowMs: number }
@@ -33,3 +74,581 @@ export type PrefillEvent =
   | { type: 'step_done'; tokens: SampledToken[]; nowMs: number }
   | { type: 'tick'; nowMs: number }
   | { type: 'drain'; nowMs: number };
+
+/** One room on this worker, from the first submit or OPEN to `end`. */
+export interface PrefillRoom {
+  sender: Sender;
+  /** Null until submit. */
+  request: Request | null;
+  /** Null until admitted. */
+  lease: Lease | null;
+}
+
+export interface PrefillState {
+  limits: PrefillLimits;
+  desk: Desk;
+  /** Every room that is not over, in order of creation. Queues hold keys of this table. */
+  live: Map<RoomKey, PrefillRoom>;
+  pools: Pools;
+  /** Waiting for pages and a slot, first come first served. */
+  waiting: RoomKey[];
+  /** Admitted and not yet computed to the end, in order of admission. */
+  computing: RoomKey[];
+  /** Token ranges of the step under way, or null. */
+  step: { key: RoomKey; end: number; last: boolean }[] | null;
+  /** Tokens computed so far, over all rooms. */
+  computedTokens: number;
+}
+
+/** What `/metrics` shows, counted from the state. */
+export interface PrefillStats {
+  bootstrapping: number;
+  waiting: number;
+  computing: number;
+  /** Prompt computed, transfer not confirmed. */
+  inflight: number;
+  unwinding: number;
+  rooms: number;
+  pagesFree: number;
+  pagesHeld: number;
+  pagesQuarantined: number;
+  slotsFree: number;
+  slotsHeld: number;
+  stagingBytes: number;
+  queuedTokens: number;
+  unackedToPeers: number;
+  unackedToRouters: number;
+  tombstones: number;
+  computedTokens: number;
+  violations: number;
+  draining: boolean;
+  drops: DropCounts;
+}
+
+/** An idle prefill worker. Throws if the limits contradict each other. */
+export function createPrefill(limits: PrefillLimits, self: Instance): PrefillState {
+  if (limits.prefillChunkTokens % limits.pageTokens !== 0 || limits.prefillChunkTokens <= 0) {
+    throw new Error(
+      `prefillChunkTokens ${limits.prefillChunkTokens} must be a multiple of pageTokens ${limits.pageTokens}`,
+    );
+  }
+  return {
+    limits,
+    desk: createDesk(self),
+    live: new Map(),
+    pools: createPools(limits.pageCount, limits.slotCount, limits.strictLedger),
+    waiting: [],
+    computing: [],
+    step: null,
+    computedTokens: 0,
+  };
+}
+
+/** Step the worker. Mutates `state`; returns effects in order. Throws only for a fault of our own. */
+export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEffect[] {
+  const effects: WorkerEffect[] = [];
+  switch (event.type) {
+    case 'router_message':
+      onRouterMessage(state, event.router, event.message, event.nowMs, effects);
+      break;
+    case 'router_lost':
+      // Each peer is told: a late OPEN would otherwise re-create what no submit will ever finish.
+      for (const [key, room] of state.live) {
+        if (parseKey(key)?.router === event.router) {
+          stopRoom(state, key, room, { reason: 'peer_lost', tellPeer: true }, event.nowMs, effects);
+        }
+      }
+      unlinkRouter(state.desk, event.router);
+      break;
+    case 'peer_message':
+      onPeerMessage(state, event.peer, event.message, event.nowMs, effects);
+      break;
+    case 'peer_up':
+      onPeerUp(state, event.peer, event.nowMs, effects);
+      break;
+    case 'peer_lost':
+      onPeerLost(state, event.peer, event.nowMs, effects);
+      break;
+    case 'read_done': {
+      const { key, firstUnit, checksums, nowMs } = event;
+      const room = state.live.get(key);
+      if (room === undefined) throw new Error(`read_done for ${key}, which is not live`);
+      runSender(state, key, room, { type: 'read_done', firstUnit, checksums, nowMs }, effects);
+      break;
+    }
+    case 'step_done':
+      onStepDone(state, event.tokens, event.nowMs, effects);
+      break;
+    case 'tick':
+      onTick(state, event.nowMs, effects);
+      break;
+    case 'drain':
+      state.desk.draining = true;
+      break;
+    default:
+      throw new Error(`unknown event ${JSON.stringify(event satisfies never)}`);
+  }
+  admitWaiting(state, event.nowMs, effects);
+  startReads(state, event.nowMs, effects);
+  return effects;
+}
+
+/**
+ * The next step under the token budget, or null if there is nothing to compute or a step is under way.
+ * Rooms are served in order of admission; the caller answers with `step_done` once.
+ */
+export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
+  if (state.step !== null) return null;
+  const { prefillChunkTokens, pageTokens } = state.limits;
+  const chunks: PrefillChunk[] = [];
+  const step: { key: RoomKey; end: number; last: boolean }[] = [];
+  let budget = prefillChunkTokens;
+  for (const key of state.computing) {
+    const { sender, request, lease } = state.live.get(key) as PrefillRoom;
+    if (request === null || lease === null) throw new Error(`${key} computes without a lease`);
+    const start = sender.computedTokens;
+    const last = sender.tokenCount - start <= budget;
+    const end = last ? sender.tokenCount : start + Math.floor(budget / pageTokens) * pageTokens;
+    if (end === start) break;
+    budget -= end - start;
+    const { promptTokens, sampling } = request;
+    const tokens = promptTokens.slice(start, end);
+    chunks.push({ key, slot: lease.slot, pages: lease.pages.slice(), tokens, start, end, last, sampling });
+    step.push({ key, end, last });
+    stepSender(sender, { type: 'step_started' }, state.limits);
+    if (budget === 0) break;
+  }
+  if (chunks.length === 0) return null;
+  state.step = step;
+  return { chunks };
+}
+
+/** Gauges, counted from the state. */
+export function statsPrefill(state: PrefillState): PrefillStats {
+  const { desk, pools } = state;
+  const stats: PrefillStats = {
+    bootstrapping: 0,
+    waiting: 0,
+    computing: 0,
+    inflight: 0,
+    unwinding: 0,
+    rooms: state.live.size,
+    pagesFree: pools.pages.free.length,
+    pagesHeld: 0,
+    pagesQuarantined: quarantinedCount(pools.pages),
+    slotsFree: pools.slots.free.length,
+    slotsHeld: 0,
+    stagingBytes: stagedBytes(state),
+    queuedTokens: 0,
+    unackedToPeers: desk.closing.unwinds.size,
+    unackedToRouters: desk.closing.endings.size,
+    tombstones: desk.closing.tombstones.size,
+    computedTokens: state.computedTokens,
+    violations: desk.violations,
+    draining: desk.draining,
+    drops: { ...desk.drops },
+  };
+  for (const { sender, lease } of state.live.values()) {
+    stats[gaugeOf(sender)]++;
+    stats.pagesHeld += lease?.pages.length ?? 0;
+    stats.slotsHeld += lease === null ? 0 : 1;
+    if (sender.phase !== 'unwinding') stats.queuedTokens += sender.tokenCount - sender.computedTokens;
+  }
+  return stats;
+}
+
+/** Everything that must be true between steps, recounted from scratch. Empty when all is well. */
+export function auditPrefill(state: PrefillState): string[] {
+  const leases: Lease[] = [];
+  const found: string[] = [];
+  for (const [key, { sender, lease, request }] of state.live) {
+    if (lease !== null) leases.push(lease);
+    if (sender.phase === 'ended') found.push(`${key}: ended, but live`);
+    if ((sender.phase === 'transferring') !== (lease !== null) && sender.phase !== 'unwinding') {
+      found.push(`${key}: ${sender.phase} ${lease === null ? 'without' : 'with'} a lease`);
+    }
+    if (sender.readBytes > sender.creditBytes) found.push(`${key}: read beyond the credit`);
+    if (sender.submitted !== (request !== null) && sender.phase !== 'unwinding') {
+      found.push(`${key}: submitted ${sender.submitted}, but ${request === null ? 'no ' : ''}request`);
+    }
+    if (sender.phase !== 'unwinding' && isClosed(state.desk.closing, key)) found.push(`${key}: closed, but live`);
+    if (sender.stepping !== (state.step?.some((part) => part.key === key) ?? false)) {
+      found.push(`${key}: stepping ${sender.stepping}`);
+    }
+    const isQueued = state.waiting.includes(key);
+    if (isQueued !== (sender.phase === 'waiting')) found.push(`${key}: ${sender.phase}, queued ${isQueued}`);
+    const isComputing = sender.phase === 'transferring' && sender.firstToken === null;
+    if (isComputing !== state.computing.includes(key)) found.push(`${key}: computing ${isComputing}`);
+  }
+  for (const key of [...state.waiting, ...state.computing]) {
+    if (!state.live.has(key)) found.push(`${key}: queued, but not live`);
+  }
+  if (state.live.size > state.limits.maxRooms) found.push(`${state.live.size} rooms`);
+  return [...found, ...auditPools(state.pools, leases)];
+}
+
+function gaugeOf(sender: Sender): 'bootstrapping' | 'waiting' | 'computing' | 'inflight' | 'unwinding' {
+  if (sender.phase === 'transferring') return sender.firstToken === null ? 'computing' : 'inflight';
+  return sender.phase === 'ended' ? 'unwinding' : sender.phase;
+}
+
+function onRouterMessage(
+  state: PrefillState,
+  router: Epoch,
+  message: RouterToWorker,
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { desk, live, limits } = state;
+  if (desk.closing.deadRouters.includes(router)) {
+    desk.drops.staleEpoch++;
+    return;
+  }
+  switch (message.type) {
+    case 'submit':
+      onSubmit(state, router, message, nowMs, effects);
+      break;
+    case 'cancel':
+    case 'peer_failed': {
+      const { key } = message;
+      const reason = message.type === 'cancel' ? message.reason : 'peer_lost';
+      const room = live.get(key);
+      if (room === undefined) {
+        const isFirst = message.type === 'cancel' ? 'unknown' : 'peer_lost';
+        reportClosed(desk, key, isFirst, nowMs, limits, effects);
+        break;
+      }
+      // A cancel says that the router knows the room, so it is told the end even if submit never came.
+      room.sender.submitted = true;
+      stopRoom(state, key, room, { reason, tellPeer: true }, nowMs, effects);
+      break;
+    }
+    case 'mark':
+      for (const [key, room] of live) {
+        const parts = parseKey(key);
+        if (parts?.router !== router || parts.sequence >= message.smallestSequence) continue;
+        stopRoom(state, key, room, { reason: 'gone', tellPeer: true }, nowMs, effects);
+      }
+      onRouterNote(desk, router, message);
+      break;
+    case 'end_ack':
+    case 'drain':
+      onRouterNote(desk, router, message);
+      break;
+    default:
+      throw new Error(`unknown message ${JSON.stringify(message satisfies never)}`);
+  }
+}
+
+function onSubmit(
+  state: PrefillState,
+  router: Epoch,
+  message: SubmitMessage,
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { desk, limits, live } = state;
+  const { key } = message;
+  if (message.prefill.epoch !== desk.self.epoch || parseKey(key)?.router !== router) {
+    desk.drops.staleEpoch++;
+    return;
+  }
+  let room = live.get(key);
+  if (room?.sender.submitted === true) {
+    if (room.sender.digest !== message.digest) desk.drops.protocol++;
+    else if (room.sender.phase !== 'unwinding') accept(state, router, key, effects);
+    return;
+  }
+  if (room === undefined) {
+    const refusal = refuse(state, message);
+    if (refusal !== null) {
+      reportClosed(desk, key, refusal, nowMs, limits, effects);
+      return;
+    }
+    room = createRoom(state, key, message.decode, message.digest, message.promptTokens.length, nowMs);
+  }
+  const { promptTokens, sampling, maxTokens, stopTokens, budgetMs } = message;
+  const deadlineMs = nowMs + budgetMs;
+  room.request = { promptTokens, sampling, maxTokens, stopTokens, deadlineMs };
+  accept(state, router, key, effects);
+  const digest = promptDigest(promptTokens, limits.modelDigest);
+  const tokenCount = promptTokens.length;
+  runSender(state, key, room, { type: 'submit', digest, tokenCount, nowMs }, effects);
+}
+
+/** Why a submit cannot become a room, or null. */
+function refuse(state: PrefillState, message: SubmitMessage): Reason | null {
+  const { desk, limits, live } = state;
+  if (isClosed(desk.closing, message.key)) return 'gone'; // answered from its tombstone
+  if (desk.draining) return 'draining';
+  const tokenCount = message.promptTokens.length;
+  if (tokenCount === 0 || message.maxTokens === 0) return 'protocol';
+  if (live.size >= limits.maxRooms || !canEverFit(limits, tokenCount)) return 'overloaded';
+  if (message.digest !== promptDigest(message.promptTokens, limits.modelDigest)) return 'mismatch';
+  if (isSuperseded(desk, message.decode)) return 'peer_lost';
+  return null;
+}
+
+function canEverFit(limits: PrefillLimits, tokenCount: number): boolean {
+  return tokenCount <= limits.maxSequenceTokens && Math.ceil(tokenCount / limits.pageTokens) <= limits.pageCount;
+}
+
+function accept(state: PrefillState, router: Epoch, key: RoomKey, effects: WorkerEffect[]): void {
+  const { epoch } = state.desk.self;
+  effects.push({ type: 'report', router, message: { type: 'accepted', key, epoch } });
+}
+
+function createRoom(
+  state: PrefillState,
+  key: RoomKey,
+  decode: Instance,
+  digest: string,
+  tokenCount: number,
+  nowMs: number,
+): PrefillRoom {
+  const peer = { name: decode.name, epoch: decode.epoch };
+  const self = state.desk.self.epoch;
+  const sender = createSender({ key, self, peer, tokenCount, digest }, nowMs, state.limits);
+  const room: PrefillRoom = { sender, request: null, lease: null };
+  state.live.set(key, room);
+  return room;
+}
+
+function onPeerMessage(
+  state: PrefillState,
+  peer: Instance,
+  message: PeerMessage,
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { desk, live, limits } = state;
+  if (!isCurrent(desk, peer, message)) return;
+  const { key } = message;
+  const to = { from: desk.self.epoch, to: peer.epoch, key };
+  let room = live.get(key);
+  if (room !== undefined && room.sender.peer.epoch !== peer.epoch) {
+    desk.drops.protocol++;
+    return;
+  }
+  if (message.type === 'ABORT_ACK') {
+    if (desk.closing.unwinds.get(key)?.message.type === 'ABORT') desk.closing.unwinds.delete(key);
+    else desk.drops.duplicate++;
+    return;
+  }
+  if (message.type === 'DONE') {
+    effects.push({ type: 'send', peer, socket: 'control', message: { type: 'DONE_ACK', ...to } });
+  }
+  if (message.type === 'ABORT' && room === undefined) {
+    buryUnseen(desk.closing, key, 'peer_aborted');
+  }
+  if (room === undefined && message.type === 'OPEN') {
+    const refusal = refuseOpen(state, message);
+    if (refusal !== null) {
+      // Stateless, one for each OPEN heard; the peer's re-sends set the pace.
+      const abort = { type: 'ABORT', ...to, reason: refusal } as const;
+      effects.push({ type: 'send', peer, socket: 'data', message: abort });
+      countStray(desk, key);
+      return;
+    }
+    room = createRoom(state, key, peer, message.digest, message.tokenCount, nowMs);
+  }
+  if (room === undefined) {
+    if (message.type !== 'ABORT' && message.type !== 'DONE') countStray(desk, key);
+  } else {
+    runSender(state, key, room, { type: 'message', message, nowMs }, effects);
+  }
+  if (message.type === 'ABORT') {
+    // Behind everything the stop itself sent on the data socket, so it also returns the room's credit.
+    effects.push({ type: 'send', peer, socket: 'data', message: { type: 'ABORT_ACK', ...to } });
+  }
+}
+
+/** Why an OPEN cannot become a room, or null. */
+function refuseOpen(state: PrefillState, message: { key: RoomKey; tokenCount: number }): Reason | null {
+  const { desk, limits, live } = state;
+  const tombstone = desk.closing.tombstones.get(message.key);
+  if (tombstone !== undefined) return tombstone.outcome.ok ? 'gone' : tombstone.outcome.reason;
+  if (isClosed(desk.closing, message.key)) return 'gone';
+  if (desk.draining) return 'draining';
+  if (live.size >= limits.maxRooms || !canEverFit(limits, message.tokenCount)) return 'overloaded';
+  return message.tokenCount === 0 ? 'protocol' : null;
+}
+
+function onPeerUp(state: PrefillState, peer: Instance, nowMs: number, effects: WorkerEffect[]): void {
+  const known = state.desk.peers.get(peer.name);
+  if (known !== undefined && known !== peer.epoch) {
+    onPeerLost(state, { name: peer.name, epoch: known }, nowMs, effects);
+  }
+  // Rooms of an older life that never had a link to us.
+  for (const [key, room] of state.live) {
+    const other = room.sender.peer;
+    if (other.name === peer.name && other.epoch < peer.epoch) {
+      stopRoom(state, key, room, { reason: 'peer_lost', tellPeer: false }, nowMs, effects);
+    }
+  }
+  linkPeer(state.desk, peer, nowMs);
+  for (const [key, room] of state.live) {
+    if (room.sender.peer.epoch === peer.epoch) {
+      runSender(state, key, room, { type: 'peer_up', nowMs }, effects);
+    }
+  }
+  tickDesk(state.desk, nowMs, 'data', state.limits, effects);
+}
+
+function onPeerLost(state: PrefillState, peer: Instance, nowMs: number, effects: WorkerEffect[]): void {
+  for (const [key, room] of state.live) {
+    if (room.sender.peer.epoch === peer.epoch) {
+      stopRoom(state, key, room, { reason: 'peer_lost', tellPeer: false }, nowMs, effects);
+    }
+  }
+  unlinkPeer(state.desk, peer);
+}
+
+function onStepDone(
+  state: PrefillState,
+  tokens: readonly SampledToken[],
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { step } = state;
+  if (step === null) throw new Error('step_done without a step');
+  state.step = null;
+  const sampled = new Map(tokens.map(({ key, token }) => [key, token]));
+  for (const { key, end, last } of step) {
+    const room = state.live.get(key) as PrefillRoom;
+    state.computedTokens += end - room.sender.computedTokens;
+    const firstToken = last ? sampled.get(key) : null;
+    if (firstToken === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
+    if (last) remove(state.computing, key);
+    runSender(state, key, room, { type: 'computed', computedTokens: end, firstToken, nowMs }, effects);
+  }
+}
+
+function onTick(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
+  const pauseMs = ownPauseMs(state.desk, nowMs);
+  for (const [key, room] of state.live) {
+    room.sender.roomDeadlineMs += pauseMs;
+    if (room.sender.stallDeadlineMs !== null) room.sender.stallDeadlineMs += pauseMs;
+    runSender(state, key, room, { type: 'tick', nowMs }, effects);
+  }
+  tickDesk(state.desk, nowMs, 'data', state.limits, effects);
+}
+
+function stopRoom(
+  state: PrefillState,
+  key: RoomKey,
+  room: PrefillRoom,
+  { reason, tellPeer }: { reason: Reason; tellPeer: boolean },
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  runSender(state, key, room, { type: 'stop', reason, tellPeer, nowMs }, effects);
+}
+
+/** Step one sender and do what its effects ask of this worker. */
+function runSender(
+  state: PrefillState,
+  key: RoomKey,
+  room: PrefillRoom,
+  event: Exclude<SenderEvent, { type: 'step_started' }>,
+  effects: WorkerEffect[],
+): void {
+  const { desk, limits } = state;
+  const { peer } = room.sender;
+  for (const effect of stepSender(room.sender, event, limits)) {
+    switch (effect.type) {
+      case 'send':
+        effects.push({ type: 'send', peer, socket: effect.socket, message: effect.message });
+        break;
+      case 'discard':
+        effects.push({ type: 'discard', key, firstUnit: effect.firstUnit, unitCount: effect.unitCount });
+        break;
+      case 'waiting':
+        state.waiting.push(key);
+        break;
+      case 'stopped': {
+        remove(state.waiting, key);
+        remove(state.computing, key);
+        const { reason, tellPeer } = effect;
+        const stop = { key, peer, reason, tellPeer, tokenCount: 0, socket: 'data' } as const;
+        enterUnwinding(desk, stop, event.nowMs, limits, effects);
+        break;
+      }
+      case 'ended':
+        closeRoom(state, key, room, effect.outcome, event.nowMs, effects);
+        break;
+      case 'drop':
+        desk.drops[effect.kind]++;
+        break;
+      default:
+        throw new Error(`unknown effect ${JSON.stringify(effect satisfies never)}`);
+    }
+  }
+}
+
+/** The one place where a room's resources are released. */
+function closeRoom(
+  state: PrefillState,
+  key: RoomKey,
+  room: PrefillRoom,
+  outcome: Outcome,
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { desk, live, limits, pools } = state;
+  if (room.lease !== null) release(pools, room.lease);
+  reportViolations(desk, key, takePoolViolations(pools), effects);
+  live.delete(key);
+  bury(desk.closing, key, outcome, 0);
+  if (room.sender.submitted) reportEnd(desk, { key, outcome, tokenCount: 0 }, nowMs, limits, effects);
+}
+
+/** Lend pages and a slot to the head of the queue while they suffice: all of a room's pages, or none. */
+function admitWaiting(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
+  for (;;) {
+    const key = state.waiting[0];
+    if (key === undefined) return;
+    const room = state.live.get(key) as PrefillRoom;
+    const pageCount = Math.ceil(room.sender.tokenCount / state.limits.pageTokens);
+    room.lease = lend(state.pools, pageCount, `session ${key}`);
+    if (room.lease === null) return;
+    state.waiting.shift();
+    state.computing.push(key);
+    runSender(state, key, room, { type: 'admitted', nowMs }, effects);
+  }
+}
+
+/** Start reads while staging has room, one chunk a room in turn. */
+function startReads(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
+  const { limits, live } = state;
+  let free = limits.stagingBytes - stagedBytes(state);
+  for (let started = true; started && free > 0;) {
+    started = false;
+    for (const [key, { sender, lease }] of live) {
+      if (lease === null || free <= 0) continue;
+      const range = nextRead(sender, Math.min(free, limits.maxChunkBytes), nowMs, limits);
+      if (range === null) continue;
+      const places: UnitPlace[] = [];
+      const unitEnd = range.firstUnit + range.unitCount;
+      for (let unit = range.firstUnit; unit < unitEnd; unit++) {
+        const page = lease.pages[unit];
+        const isPage = page !== undefined;
+        places.push(isPage ? { kind: 'page', page } : { kind: 'slot', slot: lease.slot });
+        free -= isPage ? limits.pageBytes : limits.slotBytes;
+      }
+      effects.push({ type: 'read', key, firstUnit: range.firstUnit, places });
+      started = true;
+    }
+  }
+}
+
+function stagedBytes(state: PrefillState): number {
+  let bytes = 0;
+  for (const { sender } of state.live.values()) bytes += readingBytes(sender);
+  return bytes;
+}
+
+function remove(queue: RoomKey[], key: RoomKey): void {
+  const index = queue.indexOf(key);
+  if (index >= 0) queue.splice(index, 1);
+}

@@ -25,8 +25,12 @@ export interface WorkerLimits {
   maxRooms: number;
   /** Longest request: prompt and answer, in tokens. */
   maxSequenceTokens: number;
+  /** Ledger violations throw (tests) instead of being counted and quarantined (production). */
+  strictLedger: boolean;
   /** Digest of the model, part of every prompt digest. */
   modelDigest: string;
+  /** How long a terminal message waits for a peer that has no link to us: 10 s. */
+  leaseMs: number;
   /** Without a sign of progress from the transfer: 15 s. */
   stallMs: number;
   /** From creation to `ready` (D) or `end` (P), time queued at the peer excluded: 60 s. */

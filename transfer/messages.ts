@@ -130,7 +130,7 @@ export function unitBytes(manifest: Manifest, unit: number): number {
 }
 
 /** Bytes of all units of a manifest. */
-export function manifestBytes(manifest: Manifest): number {
+export function manifestBytes(manifest: Pick<Manifest, 'pageCount' | 'pageBytes' | 'slotBytes'>): number {
   return manifest.pageCount * manifest.pageBytes + manifest.slotBytes;
 }
 

@@ -1,0 +1,87 @@
+/**
+ * Page pool and slot pool of one worker. A sequence holds two kinds of device memory, pages and one
+ * state slot; both are lent, handed over and released together, as a `Lease`.
+ */
+
+import {
+  auditLedger,
+  createLedger,
+  giveBack,
+  handlesByOwner,
+  move,
+  QUARANTINED,
+  take,
+  takeViolations,
+  type Ledger,
+} from '../transfer/ledger.ts';
+import type { PageId, SlotId } from '../transfer/messages.ts';
+
+export interface Pools {
+  pages: Ledger;
+  slots: Ledger;
+}
+
+/** Device memory of one sequence: its page table, in order, and its slot. */
+export interface Lease {
+  owner: string;
+  pages: PageId[];
+  slot: SlotId;
+}
+
+/** Pools with everything free. */
+export function createPools(pageCount: number, slotCount: number, strict: boolean): Pools {
+  return {
+    pages: createLedger('page', pageCount, strict),
+    slots: createLedger('slot', slotCount, strict),
+  };
+}
+
+/** Lend `pageCount` pages and a slot to `owner`, or nothing (null) if either is short. */
+export function lend(pools: Pools, pageCount: number, owner: string): Lease | null {
+  if (pools.slots.free.length === 0) return null;
+  const pages = take(pools.pages, pageCount, owner);
+  if (pages === null) return null;
+  const [slot] = take(pools.slots, 1, owner) as [SlotId];
+  return { owner, pages, slot };
+}
+
+/** The lease goes to a new owner; nothing is copied and generations stay. */
+export function handOver(pools: Pools, lease: Lease, to: string): void {
+  move(pools.pages, lease.pages, lease.owner, to);
+  move(pools.slots, [lease.slot], lease.owner, to);
+  lease.owner = to;
+}
+
+/** Everything of a lease becomes free. The caller forgets the lease: releasing twice is a violation. */
+export function release(pools: Pools, lease: Lease): void {
+  giveBack(pools.pages, lease.pages, lease.owner);
+  giveBack(pools.slots, [lease.slot], lease.owner);
+}
+
+/** Violations of both ledgers since the last call. */
+export function takePoolViolations(pools: Pools): string[] {
+  return [...takeViolations(pools.pages), ...takeViolations(pools.slots)];
+}
+
+/** Recount from scratch: each ledger is conserved, and what is lent is exactly what `leases` hold. */
+export function auditPools(pools: Pools, leases: readonly Lease[]): string[] {
+  const found = [...auditLedger(pools.pages), ...auditLedger(pools.slots)];
+  const expected = {
+    pages: new Map(leases.map((lease) => [lease.owner, lease.pages])),
+    slots: new Map(leases.map((lease) => [lease.owner, [lease.slot]])),
+  };
+  for (const pool of ['pages', 'slots'] as const) {
+    const held = handlesByOwner(pools[pool]);
+    held.delete(QUARANTINED);
+    for (const [owner, handles] of held) {
+      const claimed = [...(expected[pool].get(owner) ?? [])].sort((a, b) => a - b);
+      if (claimed.join() !== handles.join()) {
+        found.push(`${pool} of ${owner}: ledger has ${handles.join()}, lease has ${claimed.join()}`);
+      }
+    }
+    for (const [owner, handles] of expected[pool]) {
+      if (handles.length > 0 && !held.has(owner)) found.push(`${pool} of ${owner}: not in the ledger`);
+    }
+  }
+  return found;
+}

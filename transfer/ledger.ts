@@ -1,0 +1,126 @@
+/**
+ * Ledger: who owns each handle of one kind of resource (pages, state slots), at every moment.
+ *
+ * A handle is free or has exactly one owner; hand-over is an explicit `move`. The generation of a
+ * handle counts its changes between free and owned, so a unit that was promised under one generation
+ * is recognised as stale under the next.
+ */
+
+/** Owner of handles that took part in a violation. They are never given out again. */
+export const QUARANTINED = 'quarantined';
+
+export interface Ledger {
+  name: string;
+  total: number;
+  /** By handle: its owner, or null when free. */
+  owners: (string | null)[];
+  /** By handle: changes between free and owned so far, modulo 2^32. */
+  generations: number[];
+  /** Free handles, longest free first. */
+  free: number[];
+  /** Violations throw instead of being counted: for tests, where the first one should be seen. */
+  strict: boolean;
+  /** What went wrong, for the caller to report; drained with `takeViolations`. */
+  violations: string[];
+}
+
+/** A ledger of `total` free handles, numbered from 0. */
+export function createLedger(name: string, total: number, strict: boolean): Ledger {
+  return {
+    name,
+    total,
+    owners: Array.from({ length: total }, () => null),
+    generations: Array.from({ length: total }, () => 0),
+    free: Array.from({ length: total }, (_, handle) => handle),
+    strict,
+    violations: [],
+  };
+}
+
+/** Lend `count` handles to `owner`: all of them, or null if fewer are free. */
+export function take(ledger: Ledger, count: number, owner: string): number[] | null {
+  if (count > ledger.free.length) return null;
+  const handles = ledger.free.splice(0, count);
+  for (const handle of handles) {
+    ledger.owners[handle] = owner;
+    bump(ledger, handle);
+  }
+  return handles;
+}
+
+/** Hand handles over from one owner to another. Their generations stay. */
+export function move(ledger: Ledger, handles: readonly number[], from: string, to: string): void {
+  for (const handle of handles) {
+    if (checkOwner(ledger, handle, from, `move to ${to}`)) ledger.owners[handle] = to;
+  }
+}
+
+/** Return handles to the free list. A handle that `owner` does not own is a violation. */
+export function giveBack(ledger: Ledger, handles: readonly number[], owner: string): void {
+  for (const handle of handles) {
+    if (!checkOwner(ledger, handle, owner, 'give back')) continue;
+    ledger.owners[handle] = null;
+    bump(ledger, handle);
+    ledger.free.push(handle);
+  }
+}
+
+/** The violations since the last call. */
+export function takeViolations(ledger: Ledger): string[] {
+  return ledger.violations.splice(0);
+}
+
+/** Recount from scratch: every handle is in the free list once and has no owner, or is not and has one. */
+export function auditLedger(ledger: Ledger): string[] {
+  const found: string[] = [];
+  const inFree = new Uint8Array(ledger.total);
+  for (const handle of ledger.free) {
+    if (!(handle >= 0 && handle < ledger.total)) found.push(`${ledger.name}: free list has ${handle}`);
+    else if (inFree[handle] !== 0) found.push(`${ledger.name} ${handle}: twice in the free list`);
+    inFree[handle] = 1;
+  }
+  for (let handle = 0; handle < ledger.total; handle++) {
+    const owner = ledger.owners[handle];
+    if ((owner === null) !== (inFree[handle] === 1)) {
+      found.push(`${ledger.name} ${handle}: owner ${owner}, in free list ${inFree[handle]}`);
+    }
+  }
+  return found;
+}
+
+/** Handles by owner, free ones left out. */
+export function handlesByOwner(ledger: Ledger): Map<string, number[]> {
+  const byOwner = new Map<string, number[]>();
+  for (const [handle, owner] of ledger.owners.entries()) {
+    if (owner === null) continue;
+    const handles = byOwner.get(owner);
+    if (handles === undefined) byOwner.set(owner, [handle]);
+    else handles.push(handle);
+  }
+  return byOwner;
+}
+
+/** How many handles are quarantined. */
+export function quarantinedCount(ledger: Ledger): number {
+  let count = 0;
+  for (const owner of ledger.owners) if (owner === QUARANTINED) count++;
+  return count;
+}
+
+function bump(ledger: Ledger, handle: number): void {
+  ledger.generations[handle] = ((ledger.generations[handle] as number) + 1) >>> 0;
+}
+
+/** True if `owner` owns the handle; otherwise the handle is quarantined and the violation recorded. */
+function checkOwner(ledger: Ledger, handle: number, owner: string, doing: string): boolean {
+  const actual = ledger.owners[handle];
+  if (actual === owner) return true;
+  const what = `${ledger.name} ${handle}: ${doing} by ${owner}, but the owner is ${actual ?? 'nobody'}`;
+  if (ledger.strict) throw new Error(what);
+  ledger.violations.push(what);
+  if (handle >= 0 && handle < ledger.total) {
+    if (actual === null) ledger.free.splice(ledger.free.indexOf(handle), 1);
+    ledger.owners[handle] = QUARANTINED;
+  }
+  return false;
+}
