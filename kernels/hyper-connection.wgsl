@@ -30,8 +30,8 @@ override WORKGROUP_ROWS: u32 = 1u;
 
 const STREAMS: u32 = 4u;
 
-var<workgroup> partials: array<array<f32, WORKGROUP_SIZE>, WORKGROUP_ROWS>;
-var<workgroup> gates: array<array<f32, STREAMS>, WORKGROUP_ROWS>;
+var<workgroup> partials: array<f32, WORKGROUP_ROWS * WORKGROUP_SIZE>;
+var<workgroup> gates: array<f32, WORKGROUP_ROWS * STREAMS>;
 
 fn sigmoid(value: f32) -> f32 {
   return 1.0 / (1.0 + exp(min(-value, 88.0)));
@@ -51,7 +51,7 @@ fn sum_squares(row: u32, lane: u32) -> f32 {
 // 1 / rms of the row whose partial sums lie in `slot`; added in the same order for every row.
 fn norm_factor(slot: u32) -> f32 {
   var total = 0.0;
-  for (var i = 0u; i < WORKGROUP_SIZE; i++) { total += partials[slot][i]; }
+  for (var i = 0u; i < WORKGROUP_SIZE; i++) { total += partials[slot * WORKGROUP_SIZE + i]; }
   return 1.0 / sqrt(total / f32(STREAMS * params.columns) + params.norm_eps);
 }
 
@@ -59,7 +59,7 @@ fn norm_factor(slot: u32) -> f32 {
 fn mixed_column(row: u32, slot: u32, column: u32) -> f32 {
   var value = 0.0;
   for (var i = 0u; i < STREAMS; i++) {
-    value += gates[slot][i] * streams[(row * STREAMS + i) * params.columns + column];
+    value += gates[slot * STREAMS + i] * streams[(row * STREAMS + i) * params.columns + column];
   }
   return value;
 }
@@ -111,14 +111,14 @@ fn pre(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index)
   let first = workgroup.x * WORKGROUP_ROWS;
   if (first >= step[0]) { return; }
   let count = min(WORKGROUP_ROWS, step[0] - first);
-  for (var slot = 0u; slot < count; slot++) { partials[slot][lane] = sum_squares(first + slot, lane); }
+  for (var slot = 0u; slot < count; slot++) { partials[slot * WORKGROUP_SIZE + lane] = sum_squares(first + slot, lane); }
   workgroupBarrier();
   if (lane < count) {
     let row = first + lane;
     let factor = norm_factor(lane);
     let row_mix = row * (2u + STREAMS) * STREAMS;
     for (var i = 0u; i < STREAMS; i++) {
-      gates[lane][i] = sigmoid(mix[row_mix + i] * factor * scale[0] + base[i]) + params.eps;
+      gates[lane * STREAMS + i] = sigmoid(mix[row_mix + i] * factor * scale[0] + base[i]) + params.eps;
       let k = STREAMS + i;
       post[row * STREAMS + i] = 2.0 * sigmoid(mix[row_mix + k] * factor * scale[1] + base[k]);
     }
@@ -174,13 +174,13 @@ fn head(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index
   let first = workgroup.x * WORKGROUP_ROWS;
   if (first >= step[2]) { return; }
   let count = min(WORKGROUP_ROWS, step[2] - first);
-  for (var slot = 0u; slot < count; slot++) { partials[slot][lane] = sum_squares(sampled[first + slot], lane); }
+  for (var slot = 0u; slot < count; slot++) { partials[slot * WORKGROUP_SIZE + lane] = sum_squares(sampled[first + slot], lane); }
   workgroupBarrier();
   if (lane < count) {
     let row_mix = sampled[first + lane] * STREAMS;
     let factor = norm_factor(lane);
     for (var i = 0u; i < STREAMS; i++) {
-      gates[lane][i] = sigmoid(mix[row_mix + i] * factor * scale[0] + base[i]) + params.eps;
+      gates[lane * STREAMS + i] = sigmoid(mix[row_mix + i] * factor * scale[0] + base[i]) + params.eps;
     }
   }
   workgroupBarrier();
