@@ -1,11 +1,50 @@
 /** Attention of few rows over many keys: the weighted sum is split over the keys, then combined. */
-import type { AttentionArgs } from './attention-prefill.ts';
+import { KEYS_PER_SPLIT, LANES, TILE, attentionShape, recordScores, type AttentionArgs } from './attention-prefill.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
+import { assertShape } from './tensor.ts';
+
+const kernel = loadKernel(new URL('./attention-decode.wgsl', import.meta.url), ['attention']);
 
 /**
  * Attention of a decode step; arguments and results (bit for bit) are those of `attentionPrefill`.
  * Worth it when rows are too few to fill the device.
  */
 export function attentionDecode(recorder: Recorder, args: AttentionArgs): void {
-  throw new Error('body follows');
+  const shape = attentionShape(args);
+  const { kv, ring, rows, sequences, pageTable, out, rowCount, scratch } = args;
+  const { scores, denominators, partials } = scratch;
+  const { heads, head_dim: headDim, max_keys: maxKeys } = shape.params;
+  const [splitRows = 0, maxSplits = 0] = partials.shape;
+  assertShape(partials, [splitRows, Math.ceil(maxKeys / KEYS_PER_SPLIT), heads, headDim]);
+  const blockRows = Math.min(shape.blockRows, splitRows);
+  const splitCount = Math.ceil(shape.keyCount / KEYS_PER_SPLIT);
+  for (let rowStart = 0; rowStart < rowCount; rowStart += blockRows) {
+    const blockCount = Math.min(blockRows, rowCount - rowStart);
+    const params = { ...shape.params, row_start: rowStart, max_splits: maxSplits };
+    recordScores(recorder, args, shape, rowStart, blockCount);
+    recorder.run(kernel, {
+      entry: 'split',
+      overrides: { LANES },
+      tensors: {
+        kv,
+        ring,
+        entries: shape.entries,
+        selected: shape.selected,
+        rows,
+        sequences,
+        pageTable,
+        scores,
+        partials,
+      },
+      params,
+      workgroups: [Math.ceil(headDim / TILE / LANES), blockCount, splitCount * Math.ceil(heads / TILE)],
+    });
+    recorder.run(kernel, {
+      entry: 'combine',
+      overrides: { LANES },
+      tensors: { rows, denominators, partials, out },
+      params,
+      workgroups: [Math.ceil(headDim / LANES), blockCount, heads],
+    });
+  }
 }

@@ -1,11 +1,15 @@
 /** Attention of many rows over the sliding window and compressed entries. */
 import assert from 'node:assert/strict';
-import { assertShape } from './assert-shape.ts';
 import type { Device } from './device.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { allocateTensor, type Tensor } from './tensor.ts';
+import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./attention-prefill.wgsl', import.meta.url), ['keys']);
+const kernel = loadKernel(new URL('./attention-prefill.wgsl', import.meta.url), ['attention']);
+
+/** Keys or dimensions, and heads, that one lane handles. */
+export const TILE = 4;
+/** Lanes of a workgroup: without barriers more bring nothing, and small models have few dimensions. */
+export const LANES = 8;
 
 /** What attention reads and writes; the same for prefill and decode. */
 export interface AttentionArgs {
@@ -50,7 +54,7 @@ export interface AttentionScratch {
   readonly partials: Tensor;
 }
 
-/** Keys of one split of the weighted sum. Prefill and decode add up split by split, so that both give the same bits. */
+/** Keys of one split of the weighted sum (include/attention.wgsl). Prefill and decode add up split by split, so that both give the same bits. */
 export const KEYS_PER_SPLIT = 64;
 
 /**
@@ -80,5 +84,140 @@ export function allocateAttentionScratch(
  * Follows section 3.9 of the model description.
  */
 export function attentionPrefill(recorder: Recorder, args: AttentionArgs): void {
-  throw new Error('body follows');
+  const shape = attentionShape(args);
+  const { kv, ring, rows, sequences, pageTable, out, rowCount, scratch } = args;
+  const { scores, denominators } = scratch;
+  for (let rowStart = 0; rowStart < rowCount; rowStart += shape.blockRows) {
+    const blockCount = Math.min(shape.blockRows, rowCount - rowStart);
+    recordScores(recorder, args, shape, rowStart, blockCount);
+    recorder.run(kernel, {
+      entry: 'values',
+      overrides: { LANES },
+      tensors: {
+        kv,
+        ring,
+        entries: shape.entries,
+        selected: shape.selected,
+        rows,
+        sequences,
+        pageTable,
+        scores,
+        denominators,
+        out,
+      },
+      params: { ...shape.params, row_start: rowStart },
+      workgroups: [Math.ceil(shape.params.head_dim / TILE / LANES), blockCount, Math.ceil(shape.params.heads / TILE)],
+    });
+  }
+}
+
+/** The sizes of one attention call, read from its tensors and checked. */
+export interface AttentionShape {
+  /** Rows that the score scratch holds. */
+  readonly blockRows: number;
+  /** The most keys of any row. */
+  readonly keyCount: number;
+  readonly entries: Tensor;
+  readonly selected: Tensor;
+  readonly params: {
+    readonly heads: number;
+    readonly head_dim: number;
+    readonly window: number;
+    readonly ratio: number;
+    readonly topk: number;
+    readonly entries_per_page: number;
+    readonly max_pages: number;
+    readonly max_keys: number;
+  };
+}
+
+/** Check the tensors of an attention call and read its sizes from them. */
+export function attentionShape(args: AttentionArgs): AttentionShape {
+  const { queries, kv, ring, sinks, compressed, rows, sequences, pageTable, out, scratch, lastPosition } = args;
+  const [, heads = 0, headDim = 0] = queries.shape;
+  const [, window = 0] = ring.shape;
+  const [, maxPages = 0] = pageTable.shape;
+  const [blockRows = 0, , maxKeys = 0] = scratch.scores.shape;
+  assertShape(queries, [null, heads, headDim]);
+  assertShape(kv, [null, headDim]);
+  assertShape(ring, [null, window, headDim]);
+  assertShape(sinks, [heads]);
+  assertShape(rows, [null, 4], 'u32');
+  assertShape(sequences, [null, 4], 'u32');
+  assertShape(pageTable, [null, maxPages], 'u32');
+  assertShape(out, [null, heads, headDim]);
+  assertShape(scratch.scores, [blockRows, heads, maxKeys]);
+  assertShape(scratch.denominators, [blockRows, heads]);
+  const ratio = compressed?.ratio ?? 0;
+  // Bindings that a layer does not read still need a buffer of the right kind.
+  const entries = compressed?.entries ?? ring;
+  const selected = compressed?.selected ?? rows;
+  const topk = compressed?.selected?.shape[1] ?? 0;
+  if (compressed) assertShape(entries, [null, null, headDim]);
+  if (compressed?.selected) assertShape(selected, [null, topk], 'u32');
+  const keyCount = Math.min(lastPosition + 1, window) + entryCount(ratio, topk, lastPosition);
+  assert(keyCount <= maxKeys, `${keyCount} keys at position ${lastPosition}, scratch for ${maxKeys}`);
+  return {
+    blockRows,
+    keyCount,
+    entries,
+    selected,
+    params: {
+      heads,
+      head_dim: headDim,
+      window,
+      ratio,
+      topk,
+      entries_per_page: compressed ? entries.shape[1]! : 1,
+      max_pages: maxPages,
+      max_keys: maxKeys,
+    },
+  };
+}
+
+/** Compressed entries that a query at `position` attends to. */
+function entryCount(ratio: number, topk: number, position: number): number {
+  const visible = ratio === 0 ? 0 : Math.floor((position + 1) / ratio);
+  return topk === 0 ? visible : Math.min(visible, topk);
+}
+
+/** Record scores and softmax numerators of rows [rowStart, rowStart + blockCount) into the scratch. */
+export function recordScores(
+  recorder: Recorder,
+  args: AttentionArgs,
+  shape: AttentionShape,
+  rowStart: number,
+  blockCount: number,
+): void {
+  const { queries, kv, ring, sinks, rows, sequences, pageTable, lastPosition, scratch } = args;
+  const { scores, denominators } = scratch;
+  const { heads, window, ratio, topk } = shape.params;
+  const params = { ...shape.params, row_start: rowStart };
+  // The window's two sources are tiled on their own, which takes one tile more.
+  const windowTiles = Math.ceil(Math.min(lastPosition + 1, window) / TILE / LANES) + 1;
+  const entryTiles = Math.ceil(entryCount(ratio, topk, lastPosition) / TILE / LANES);
+  recorder.run(kernel, {
+    entry: 'score',
+    overrides: { LANES },
+    tensors: {
+      queries,
+      kv,
+      ring,
+      entries: shape.entries,
+      selected: shape.selected,
+      rows,
+      sequences,
+      pageTable,
+      scores,
+    },
+    params,
+    workgroups: [windowTiles + entryTiles, blockCount, Math.ceil(heads / TILE)],
+  });
+  recorder.run(kernel, {
+    entry: 'normalise',
+    overrides: { LANES },
+    tensors: { sinks, rows, scores, denominators },
+    params,
+    workgroups: [Math.ceil(heads / LANES), blockCount],
+  });
 }

@@ -1,8 +1,7 @@
 /** Pool blocks of tokens into compressed key-value entries, and keep the tokens of unfinished blocks. */
 import assert from 'node:assert/strict';
-import { assertShape } from './assert-shape.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import type { Tensor } from './tensor.ts';
+import { assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./compress.wgsl', import.meta.url));
 const LANES = 64;
@@ -90,7 +89,16 @@ export function compress(
   assertShape(tailZ, tail, 'f32');
   assert(2 * pairs <= entryWidth, `${2 * pairs} rotated dimensions of ${entryWidth}`);
   assert(!hadamard || (entryWidth & (entryWidth - 1)) === 0, `a Hadamard transform of ${entryWidth} dimensions`);
-  const params = { ratio, ring, width, entryWidth, entriesPerPage, maxPages, pairs, eps };
+  const params = {
+    ratio,
+    ring,
+    width,
+    entry_width: entryWidth,
+    entries_per_page: entriesPerPage,
+    max_pages: maxPages,
+    pairs,
+    eps,
+  };
   recorder.run(kernel, {
     entry: 'pool',
     tensors: { k, z, ape, tailK, tailZ, entries, rows, sequences, pageTable, step },

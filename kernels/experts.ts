@@ -1,9 +1,8 @@
 /** Mixture of experts: gated feed-forward networks, each applied to the rows that were routed to it. */
 import assert from 'node:assert/strict';
-import { assertShape } from './assert-shape.ts';
 import type { Device } from './device.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { allocateTensor, type Tensor } from './tensor.ts';
+import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./experts.wgsl', import.meta.url), ['quant']);
 
@@ -16,7 +15,7 @@ export type ExpertFormat = 'f32' | 'bf16' | 'e4m3' | 'mxfp4' | 'nvfp4';
  */
 export interface ExpertWeight {
   readonly format: ExpertFormat;
-  /** [E, parts * rows, columns]; columns a multiple of 8 (mxfp4: 32, nvfp4: 16). */
+  /** [E, parts * rows, columns]; columns a multiple of 2 for bf16, 4 for e4m3, 32 for mxfp4, 16 for nvfp4. */
   readonly weight: Tensor;
   /**
    * e4m3: f32 [E, parts * ceil(rows / 128), ceil(columns / 128)], each part's own grid of 128 x 128 blocks;
@@ -47,8 +46,13 @@ export interface ExpertScratch {
   readonly outputs: Tensor;
 }
 
-// Pairs of one expert that share a workgroup's decoded weights.
+// Pairs of one expert that share a workgroup's decoded weights (GROUP in the shader).
 const TILE_PAIRS = 4;
+// Below so many pairs per expert most tiles would hold one pair, and grouping would not pay.
+const GROUPED_PAIRS_PER_EXPERT = 1;
+// Lanes of a workgroup: without barriers more bring nothing, and small models have few outputs.
+const LANES = 8;
+const GROUPING_LANES = 64;
 
 /** Allocate the scratch for at most `maxRows` rows of K = `chosenCount` experts each. */
 export function allocateExpertScratch(
@@ -105,5 +109,102 @@ export function experts(
     readonly rowCount: number;
   },
 ): void {
-  throw new Error('body follows');
+  const { x, weights, gateUp, down, shared, out, step, scratch, limit, rowCount } = args;
+  const [, chosenCount = 0] = args.experts.shape;
+  const { experts: expertCount, rows: hiddenWidth, columns: width } = gateUp;
+  assertExpertWeight(gateUp, 2);
+  assertExpertWeight(down, 1);
+  assert(
+    down.experts === expertCount && down.rows === width && down.columns === hiddenWidth,
+    `down is ${down.experts} x ${down.rows} x ${down.columns}, gateUp ${expertCount} x 2 x ${hiddenWidth} x ${width}`,
+  );
+  assertShape(x, [null, width]);
+  assertShape(args.experts, [null, chosenCount], 'u32');
+  assertShape(weights, [null, chosenCount]);
+  assertShape(shared, [null, width]);
+  assertShape(out, [null, width]);
+  assertShape(scratch.hidden, [null, hiddenWidth]);
+  assertShape(scratch.outputs, [null, width]);
+  assertShape(scratch.counts, [expertCount], 'u32');
+  const pairs = rowCount * chosenCount;
+  const [pairCapacity = 0] = scratch.order.shape;
+  const [tileCount = 0] = scratch.tiles.shape;
+  assert(pairs <= pairCapacity, `${pairs} pairs, scratch for ${pairCapacity}`);
+
+  const { counts, order, tiles, hidden, outputs } = scratch;
+  const common = { chosen_count: chosenCount, expert_count: expertCount, tile_capacity: tileCount, limit };
+  const grouped = pairs >= GROUPED_PAIRS_PER_EXPERT * expertCount;
+  const tileGrid = grouped ? tileCapacity(pairs, expertCount) : pairs;
+  if (grouped) {
+    const params = { ...common, columns: width, outputs: hiddenWidth };
+    recorder.run(kernel, {
+      entry: 'count',
+      tensors: { step, experts: args.experts, counts },
+      params,
+      workgroups: [Math.ceil(expertCount / GROUPING_LANES)],
+    });
+    recorder.run(kernel, {
+      entry: 'place',
+      tensors: { experts: args.experts, counts, order, tiles },
+      params,
+      workgroups: [Math.ceil((expertCount + tileGrid) / GROUPING_LANES)],
+    });
+  }
+  const tilePairs = grouped ? TILE_PAIRS : 1;
+  const tensors = { step, experts: args.experts, order, tiles };
+  recorder.run(kernel, {
+    entry: 'gate_up',
+    overrides: { LANES },
+    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[gateUp.format] },
+    tensors: { ...tensors, x, weights, ...weightTensors(gateUp, weights), out: hidden },
+    params: { ...common, columns: width, outputs: hiddenWidth },
+    workgroups: [Math.ceil(hiddenWidth / 4 / LANES), tileGrid],
+  });
+  recorder.run(kernel, {
+    entry: 'down',
+    overrides: { LANES },
+    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[down.format] },
+    tensors: { ...tensors, x: hidden, ...weightTensors(down, weights), out: outputs },
+    params: { ...common, columns: hiddenWidth, outputs: width },
+    workgroups: [Math.ceil(width / 8 / LANES), tileGrid],
+  });
+  recorder.run(kernel, {
+    entry: 'combine',
+    overrides: { LANES },
+    tensors: { step, x: outputs, shared_out: shared, out },
+    params: { ...common, columns: hiddenWidth, outputs: width },
+    workgroups: [Math.ceil(width / LANES), rowCount],
+  });
+}
+
+const FORMAT_CONSTANTS: Record<ExpertFormat, string> = {
+  f32: 'F32',
+  bf16: 'BF16',
+  e4m3: 'E4M3',
+  mxfp4: 'MXFP4',
+  nvfp4: 'NVFP4',
+};
+// Columns must fill words, and scale blocks where rows of scales are packed.
+const COLUMN_MULTIPLE: Record<ExpertFormat, number> = { f32: 1, bf16: 2, e4m3: 4, mxfp4: 32, nvfp4: 16 };
+
+// Bindings that a format does not read still need a buffer.
+function weightTensors(weight: ExpertWeight, filler: Tensor): { weight: Tensor; scale: Tensor; scale2: Tensor } {
+  return { weight: weight.weight, scale: weight.scale ?? filler, scale2: weight.scale2 ?? filler };
+}
+
+function assertExpertWeight(args: ExpertWeight, parts: number): void {
+  const { format, weight, scale, scale2, experts: count, rows, columns } = args;
+  assert.equal(args.parts, parts, `${weight.label}: parts`);
+  assert(
+    columns % COLUMN_MULTIPLE[format] === 0,
+    `${weight.label}: ${columns} columns, ${format} needs a multiple of ${COLUMN_MULTIPLE[format]}`,
+  );
+  const fp4 = format === 'mxfp4' || format === 'nvfp4';
+  assertShape(weight, [count, parts * rows, columns], fp4 ? 'e2m1' : format);
+  assert((scale !== undefined) === (fp4 || format === 'e4m3'), `${weight.label}: scale of ${format}`);
+  assert((scale2 !== undefined) === (format === 'nvfp4'), `${weight.label}: scale2 of ${format}`);
+  if (format === 'e4m3' && scale) assertShape(scale, [count, parts * Math.ceil(rows / 128), Math.ceil(columns / 128)]);
+  if (format === 'mxfp4' && scale) assertShape(scale, [count, parts * rows, columns / 32], 'e8m0');
+  if (format === 'nvfp4' && scale) assertShape(scale, [count, parts * rows, columns / 16], 'e4m3');
+  if (scale2) assertShape(scale2, [count, parts]);
 }

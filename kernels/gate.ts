@@ -1,8 +1,7 @@
 /** Routing: which experts a row goes to, and with which weights. */
 import assert from 'node:assert/strict';
-import { assertShape } from './assert-shape.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import type { Tensor } from './tensor.ts';
+import { assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./gate.wgsl', import.meta.url));
 const LANES = 64;
@@ -45,7 +44,7 @@ export function gate(
   assert((bias === undefined) !== (tokenExperts === undefined), 'a gate has either a bias or a token table');
   const shared = {
     constants: { CHOSEN: `${chosenCount}` },
-    params: { expertCount, scale },
+    params: { expert_count: expertCount, scale },
     workgroups: [Math.ceil(rowCount / LANES)] as const,
   };
   if (tokenExperts) {

@@ -1,8 +1,7 @@
 /** The lightning indexer: which compressed entries a query attends to in an overlapping (CSA) layer. */
 import assert from 'node:assert/strict';
-import { assertShape } from './assert-shape.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import type { Tensor } from './tensor.ts';
+import { assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./indexer.wgsl', import.meta.url));
 const LANES = 64;
@@ -30,7 +29,7 @@ export function hadamard(
   recorder.run(kernel, {
     entry: 'transform',
     tensors: { queries, step },
-    params: { heads, width, ratio: 1, entriesPerPage: 1, maxPages: 1, capacity: 1, rowStart: 0 },
+    params: { heads, width, ratio: 1, entries_per_page: 1, max_pages: 1, capacity: 1, row_start: 0, topk: 0 },
     workgroups: [Math.ceil((rowCount * heads) / LANES)],
   });
 }
@@ -82,7 +81,16 @@ export function selectEntries(
   assert(entryCount <= capacity, `${entryCount} entries, scratch for ${capacity}`);
   for (let rowStart = 0; rowStart < rowCount; rowStart += blockRows) {
     const blockCount = Math.min(blockRows, rowCount - rowStart);
-    const params = { heads, width, ratio, entriesPerPage, maxPages, capacity, rowStart, topk };
+    const params = {
+      heads,
+      width,
+      ratio,
+      entries_per_page: entriesPerPage,
+      max_pages: maxPages,
+      capacity,
+      row_start: rowStart,
+      topk,
+    };
     recorder.run(kernel, {
       entry: 'score',
       tensors: { queries, headWeights, keys, scores, rows, pageTable, step },
@@ -90,7 +98,7 @@ export function selectEntries(
       workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],
     });
     recorder.run(kernel, {
-      entry: 'select',
+      entry: 'select_topk',
       tensors: { scores, selected, rows, step },
       params,
       workgroups: [blockCount],

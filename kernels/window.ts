@@ -1,7 +1,6 @@
 /** Append a step's keys to the per-sequence rings of the sliding window. */
-import { assertShape } from './assert-shape.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import type { Tensor } from './tensor.ts';
+import { assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./window.wgsl', import.meta.url));
 const LANES = 64;

@@ -1,0 +1,155 @@
+// Compressed entries: `pool` weighs the block's tokens per channel, `finish` norms, rotates and transforms the pooled
+// vector where it lies, `append` keeps the chunk's last rows for later steps. Rows that complete no block do nothing.
+// No barriers: they cost more on a software adapter than the second dispatch.
+//
+// Tokens of an entry at row t with overlap (r = 4): | t-7 .. t-4: half A | t-3 .. t: half B |; without: t-r+1 .. t.
+// Tokens before the chunk come from the tails, the others from this step's projections.
+
+struct Params {
+  ratio: u32, // r
+  ring: u32, // tokens of a tail
+  width: u32, // c * d
+  entry_width: u32, // d
+  entries_per_page: u32,
+  max_pages: u32,
+  pairs: u32, // R / 2
+  eps: f32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> k: array<f32>;
+@group(0) @binding(2) var<storage, read> z: array<f32>;
+@group(0) @binding(3) var<storage, read> ape: array<f32>;
+@group(0) @binding(4) var<storage, read> norm: array<f32>;
+@group(0) @binding(5) var<storage, read_write> tailK: array<f32>;
+@group(0) @binding(6) var<storage, read_write> tailZ: array<f32>;
+@group(0) @binding(7) var<storage, read_write> entries: array<f32>;
+@group(0) @binding(8) var<storage, read> cos: array<f32>;
+@group(0) @binding(9) var<storage, read> sin: array<f32>;
+@group(0) @binding(10) var<storage, read> rows: array<vec4u>;
+@group(0) @binding(11) var<storage, read> sequences: array<vec4u>;
+@group(0) @binding(12) var<storage, read> pageTable: array<u32>;
+@group(0) @binding(13) var<storage, read> step: array<u32>;
+
+const HADAMARD: bool = false;
+const LOWEST: f32 = -3.4e38;
+
+// First element of the entry that row t completes.
+fn entry_base(sequence_index: u32, position: u32) -> u32 {
+  let entry = position / params.ratio;
+  let page = pageTable[sequence_index * params.max_pages + entry / params.entries_per_page];
+  return (page * params.entries_per_page + entry % params.entries_per_page) * params.entry_width;
+}
+
+// Gate logit of a row with its position's ape: the same sum whether it is used now or from the tail later.
+fn gate_logit(row: u32, position: u32, channel: u32) -> f32 {
+  return z[row * params.width + channel] + ape[(position % params.ratio) * params.width + channel];
+}
+
+@compute @workgroup_size(64)
+fn pool(@builtin(global_invocation_id) id: vec3u) {
+  let channel = id.x;
+  let row = id.y;
+  if (row >= step[0] || channel >= params.entry_width) { return; }
+  let position = rows[row].y;
+  if ((position + 1u) % params.ratio != 0u) { return; }
+  let sequence = sequences[rows[row].z];
+  let chunk_start = sequence.y;
+  let row_base = sequence.z;
+  let tail_base = sequence.x * params.ring;
+
+  // A ring holds exactly the tokens of one entry.
+  let first = position + 1u - min(params.ring, position + 1u);
+  let own_block = position + 1u - params.ratio;
+  let second_half = params.width - params.entry_width;
+  var largest = LOWEST;
+  for (var token = first; token <= position; token++) {
+    let column = channel + select(0u, second_half, token >= own_block);
+    var logit: f32;
+    if (token >= chunk_start) {
+      logit = gate_logit(row_base + token - chunk_start, token, column);
+    } else {
+      logit = tailZ[(tail_base + token % params.ring) * params.width + column];
+    }
+    largest = max(largest, logit);
+  }
+  var sum = 0.0;
+  var pooled = 0.0;
+  for (var token = first; token <= position; token++) {
+    let column = channel + select(0u, second_half, token >= own_block);
+    var logit: f32;
+    var value: f32;
+    if (token >= chunk_start) {
+      logit = gate_logit(row_base + token - chunk_start, token, column);
+      value = k[(row_base + token - chunk_start) * params.width + column];
+    } else {
+      let index = (tail_base + token % params.ring) * params.width + column;
+      logit = tailZ[index];
+      value = tailK[index];
+    }
+    let weight = exp(logit - largest);
+    sum += weight;
+    pooled += weight * value;
+  }
+  entries[entry_base(rows[row].z, position) + channel] = pooled / sum;
+}
+
+@compute @workgroup_size(64)
+fn finish(@builtin(global_invocation_id) id: vec3u) {
+  let row = id.x;
+  if (row >= step[0]) { return; }
+  let position = rows[row].y;
+  if ((position + 1u) % params.ratio != 0u) { return; }
+  let base = entry_base(rows[row].z, position);
+  let width = params.entry_width;
+
+  var squares = 0.0;
+  for (var channel = 0u; channel < width; channel++) {
+    let value = entries[base + channel];
+    squares += value * value;
+  }
+  let factor = 1.0 / sqrt(squares / f32(width) + params.eps);
+
+  let plain = width - 2u * params.pairs;
+  for (var channel = 0u; channel < plain; channel++) {
+    entries[base + channel] = entries[base + channel] * factor * norm[channel];
+  }
+  let table = (position + 1u - params.ratio) * params.pairs;
+  for (var pair = 0u; pair < params.pairs; pair++) {
+    let channel = plain + 2u * pair;
+    let a = entries[base + channel] * factor * norm[channel];
+    let b = entries[base + channel + 1u] * factor * norm[channel + 1u];
+    let c = cos[table + pair];
+    let s = sin[table + pair];
+    entries[base + channel] = a * c - b * s;
+    entries[base + channel + 1u] = a * s + b * c;
+  }
+
+  if (HADAMARD) {
+    for (var stride = 1u; stride < width; stride *= 2u) {
+      for (var i = 0u; i < width / 2u; i++) {
+        let low = base + (i / stride) * 2u * stride + i % stride;
+        let a = entries[low];
+        let b = entries[low + stride];
+        entries[low] = a + b;
+        entries[low + stride] = a - b;
+      }
+    }
+    let scale = 1.0 / sqrt(f32(width));
+    for (var channel = 0u; channel < width; channel++) { entries[base + channel] *= scale; }
+  }
+}
+
+@compute @workgroup_size(64)
+fn append(@builtin(global_invocation_id) id: vec3u) {
+  let channel = id.x;
+  let row = id.y;
+  if (row >= step[0] || channel >= params.width) { return; }
+  let position = rows[row].y;
+  let sequence = sequences[rows[row].z];
+  let chunk_end = sequence.y + sequence.w;
+  if (chunk_end - position > params.ring) { return; }
+  let index = (sequence.x * params.ring + position % params.ring) * params.width + channel;
+  tailK[index] = k[row * params.width + channel];
+  tailZ[index] = gate_logit(row, position, channel);
+}

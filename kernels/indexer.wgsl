@@ -1,0 +1,184 @@
+// The lightning indexer. `transform`: a lane does one vector's butterflies in place. `score`: a lane scores 4 entries,
+// 8 heads at a time, so that 12 loads serve 32 multiplications. `select`: a workgroup finds one row's topk-th largest
+// score digit by digit, then writes the indices above it in order; only integers are counted atomically.
+
+struct Params {
+  heads: u32,
+  width: u32, // dimensions of an index key
+  ratio: u32,
+  entries_per_page: u32,
+  max_pages: u32,
+  capacity: u32, // entries of a row of scores
+  row_start: u32, // first row of this block of rows
+  topk: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read_write> queries: array<f32>;
+@group(0) @binding(2) var<storage, read> headWeights: array<f32>;
+@group(0) @binding(3) var<storage, read> keys: array<f32>;
+@group(0) @binding(4) var<storage, read_write> scores: array<f32>;
+@group(0) @binding(5) var<storage, read_write> selected: array<u32>;
+@group(0) @binding(6) var<storage, read> rows: array<vec4u>;
+@group(0) @binding(7) var<storage, read> pageTable: array<u32>;
+@group(0) @binding(8) var<storage, read> step: array<u32>;
+
+const LANES: u32 = 64u;
+const HEADS: u32 = 8u; // of one pass over the keys
+
+@compute @workgroup_size(LANES)
+fn transform(@builtin(global_invocation_id) id: vec3u) {
+  let vector = id.x;
+  if (vector >= step[0] * params.heads) { return; }
+  let width = params.width;
+  let base = vector * width;
+  for (var stride = 1u; stride < width; stride *= 2u) {
+    for (var i = 0u; i < width / 2u; i++) {
+      let low = base + (i / stride) * 2u * stride + i % stride;
+      let a = queries[low];
+      let b = queries[low + stride];
+      queries[low] = a + b;
+      queries[low + stride] = a - b;
+    }
+  }
+  let scale = 1.0 / sqrt(f32(width));
+  for (var dim = 0u; dim < width; dim++) { queries[base + dim] *= scale; }
+}
+
+// Visible entries of a row, or 0 if all of them are taken without looking at scores.
+fn candidate_count(row: u32) -> u32 {
+  let count = (rows[row].y + 1u) / params.ratio;
+  return select(0u, count, count > params.topk);
+}
+
+@compute @workgroup_size(LANES)
+fn score(@builtin(global_invocation_id) id: vec3u) {
+  let row = params.row_start + id.y;
+  if (row >= step[0]) { return; }
+  let count = candidate_count(row);
+  let first = id.x * 4u;
+  if (first >= count) { return; }
+
+  let width = params.width;
+  var key_base: vec4u;
+  for (var i = 0u; i < 4u; i++) {
+    let entry = min(first + i, count - 1u); // past the end: the last one again, not stored
+    let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page];
+    key_base[i] = (page * params.entries_per_page + entry % params.entries_per_page) * width;
+  }
+
+  var total = vec4f();
+  for (var head = 0u; head < params.heads; head += HEADS) {
+    var query_base: array<u32, HEADS>;
+    var sum: array<vec4f, HEADS>;
+    for (var i = 0u; i < HEADS; i++) {
+      query_base[i] = (row * params.heads + min(head + i, params.heads - 1u)) * width;
+      sum[i] = vec4f();
+    }
+    for (var dim = 0u; dim < width; dim++) {
+      let key = vec4f(keys[key_base.x + dim], keys[key_base.y + dim], keys[key_base.z + dim], keys[key_base.w + dim]);
+      for (var i = 0u; i < HEADS; i++) { sum[i] += queries[query_base[i] + dim] * key; }
+    }
+    for (var i = 0u; i < HEADS; i++) {
+      if (head + i < params.heads) {
+        total += headWeights[row * params.heads + head + i] * max(sum[i], vec4f());
+      }
+    }
+  }
+  let scale = 1.0 / sqrt(f32(width * params.heads));
+  for (var i = 0u; i < 4u; i++) {
+    if (first + i < count) { scores[id.y * params.capacity + first + i] = total[i] * scale; }
+  }
+}
+
+const DIGIT_BITS: u32 = 4u;
+
+var<workgroup> histogram: array<atomic<u32>, 16>;
+var<workgroup> threshold: u32; // the leading digits found so far of the topk-th largest key
+var<workgroup> wanted: u32; // how many entries with exactly those digits belong to the topk
+var<workgroup> above_before: array<u32, LANES>;
+var<workgroup> equal_before: array<u32, LANES>;
+
+// An integer that orders as the f32 does.
+fn order_key(index: u32) -> u32 {
+  let bits = bitcast<u32>(scores[index]);
+  return bits ^ select(0x80000000u, 0xffffffffu, bits >= 0x80000000u);
+}
+
+@compute @workgroup_size(LANES)
+fn select_topk(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index) lane: u32) {
+  let row = params.row_start + workgroup.x;
+  if (row >= step[0]) { return; }
+  let count = candidate_count(row);
+  if (count == 0u) { return; }
+  let base = workgroup.x * params.capacity;
+
+  if (lane == 0u) {
+    threshold = 0u;
+    wanted = params.topk;
+  }
+  for (var digit = 0u; digit < 32u / DIGIT_BITS; digit++) {
+    let known = ~(0xffffffffu >> (digit * DIGIT_BITS));
+    let shift = 32u - (digit + 1u) * DIGIT_BITS;
+    if (lane < 16u) { atomicStore(&histogram[lane], 0u); }
+    workgroupBarrier();
+    let prefix = threshold;
+    for (var entry = lane; entry < count; entry += LANES) {
+      let key = order_key(base + entry);
+      if ((key & known) == prefix) { atomicAdd(&histogram[(key >> shift) & 15u], 1u); }
+    }
+    workgroupBarrier();
+    if (lane == 0u) {
+      var rest = wanted;
+      var value = 15u;
+      // The counts of all digits sum to at least `rest`, so the loop ends at 0 at the latest.
+      while (value > 0u && atomicLoad(&histogram[value]) < rest) {
+        rest -= atomicLoad(&histogram[value]);
+        value -= 1u;
+      }
+      threshold = prefix | (value << shift);
+      wanted = rest;
+    }
+    workgroupBarrier();
+  }
+
+  // Each lane takes a run of consecutive entries, so the indices come out ascending.
+  let run = (count + LANES - 1u) / LANES;
+  let start = min(lane * run, count);
+  let end = min(start + run, count);
+  let limit = threshold;
+  let ties = wanted;
+  var above = 0u;
+  var equal = 0u;
+  for (var entry = start; entry < end; entry++) {
+    let key = order_key(base + entry);
+    above += u32(key > limit);
+    equal += u32(key == limit);
+  }
+  above_before[lane] = above;
+  equal_before[lane] = equal;
+  workgroupBarrier();
+  if (lane == 0u) {
+    above = 0u;
+    equal = 0u;
+    for (var i = 0u; i < LANES; i++) {
+      let own_above = above_before[i];
+      let own_equal = equal_before[i];
+      above_before[i] = above;
+      equal_before[i] = equal;
+      above += own_above;
+      equal += own_equal;
+    }
+  }
+  workgroupBarrier();
+  var seen = equal_before[lane];
+  var slot = above_before[lane] + min(seen, ties);
+  for (var entry = start; entry < end; entry++) {
+    let key = order_key(base + entry);
+    if (key > limit || (key == limit && seen < ties)) {
+      selected[row * params.topk + slot] = entry;
+      slot += 1u;
+    }
+    seen += u32(key == limit);
+  }
+}
