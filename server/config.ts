@@ -6,7 +6,7 @@
  * table come parsing, validation with all faults listed at once, `--help`, the flags that `handoff all` passes
  * on to the processes it starts, and the table in docs/operations.md.
  *
- * Precedence: flag, environment, default. The result is frozen; modules receive the small piece they need
+ * Precedence: flag (the last one, if repeated), environment, default. The result is frozen; modules receive the small piece they need
  * (`SchedulerLimits`, `Deadlines`), never the whole.
  */
 import { existsSync, readFileSync } from 'node:fs';
@@ -293,7 +293,7 @@ export const OPTIONS = {
     value: 'NAME',
     default: null,
     defaultText: 'the best one found',
-    help: 'use the GPU adapter of this name',
+    help: 'GPU adapter to use: lavapipe, swiftshader, or a part of a name',
     commands: ENGINES,
   },
   maxRunningRequests: {
@@ -686,6 +686,7 @@ function version(): string {
   return `handoff ${text}`;
 }
 
+/** What was given, parsed; null where it did not parse, so that it does not count as missing too. */
 type Given = Partial<Record<Key, Value>>;
 
 function readEnvironment(command: Command, env: Readonly<Record<string, string | undefined>>, faults: string[]): Given {
@@ -695,8 +696,7 @@ function readEnvironment(command: Command, env: Readonly<Record<string, string |
     const text = name === null ? undefined : env[name];
     if (name === null || text === undefined || text === '' || !row.commands.includes(command)) continue;
     const texts = row.kind === 'texts' ? text.split(',').map((part) => part.trim()) : [text];
-    const value = parseValue(name, row, texts, faults);
-    if (value !== null) given[key] = value;
+    given[key] = parseValue(name, row, texts, faults);
   }
   return given;
 }
@@ -718,9 +718,14 @@ function readFlags(command: Command, words: readonly string[], faults: string[])
   });
 
   const texts = new Map<Key, string[]>();
+  // The word after a faulty flag was meant as its value: one fault, not two.
+  let forgivenIndex = -1;
   for (const token of tokens) {
-    if (token.kind === 'positional') faults.push(`unexpected argument "${token.value}"`);
+    if (token.kind === 'positional' && token.index !== forgivenIndex) {
+      faults.push(`unexpected argument "${token.value}"`);
+    }
     if (token.kind !== 'option') continue;
+    const before = faults.length;
     const key = keyByName.get(token.name);
     const row: Row | undefined = key === undefined ? undefined : OPTIONS[key];
     if (key === undefined || row === undefined || !token.rawName.startsWith('--')) {
@@ -733,21 +738,21 @@ function readFlags(command: Command, words: readonly string[], faults: string[])
     } else if (row.kind === 'switch') {
       if (token.value !== undefined) faults.push(`${token.rawName} takes no value, got "${token.value}"`);
       else texts.set(key, ['true']);
-    } else if (token.value === undefined || (!token.inlineValue && /^--?[a-z]/i.test(token.value))) {
+    } else if (token.value === undefined || (!token.inlineValue && /^--?[a-z][a-z-]*(=|$)/i.test(token.value))) {
       // parseArgs takes the next word whatever it is: `--host --port 1` would make "--port" the host.
       faults.push(`${token.rawName} needs a value, ${row.value ?? 'text'}`);
     } else {
       texts.set(key, [...(texts.get(key) ?? []), token.value]);
+    }
+    if (faults.length > before) {
+      forgivenIndex = token.index + (token.value === undefined || token.inlineValue ? 1 : 2);
     }
   }
 
   const given: Given = {};
   for (const [key, values] of texts) {
     const row: Row = OPTIONS[key];
-    if (row.kind !== 'texts' && values.length > 1)
-      faults.push(`${flagOf(key)} was given ${values.length} times, expected once`);
-    const value = parseValue(flagOf(key), row, values, faults);
-    if (value !== null) given[key] = value;
+    given[key] = parseValue(flagOf(key), row, values, faults);
   }
   return given;
 }
@@ -823,7 +828,7 @@ function contradictions(command: Command, settings: Settings, given: Given): str
       break;
     case 'router':
       for (const key of ['prefillWorker', 'decodeWorker'] as const) {
-        if (settings[key] === null) faults.push(`${flagOf(key)} is needed at least once`);
+        if (!(key in given)) faults.push(`${flagOf(key)} is needed at least once`);
       }
       faults.push(...wrongOrder(settings));
       break;
@@ -832,10 +837,10 @@ function contradictions(command: Command, settings: Settings, given: Given): str
       faults.push(...wrongOrder(settings), ...wrongPages(settings));
       break;
     case 'logits':
-      if (given.ids === undefined) faults.push(`${flagOf('ids')} is needed`);
+      if (!('ids' in given)) faults.push(`${flagOf('ids')} is needed`);
       break;
     case 'generate':
-      if ((given.ids === undefined) === (given.chat === undefined)) {
+      if ('ids' in given === 'chat' in given) {
         faults.push(`exactly one of ${flagOf('ids')} and ${flagOf('chat')} is needed`);
       }
       break;
@@ -864,8 +869,7 @@ function wrongPages(settings: Settings): string[] {
   const { pageTokens, prefillChunkTokens } = settings;
   if (pageTokens % PAGE_TOKENS_STEP !== 0) {
     faults.push(`--page-tokens must be a multiple of ${PAGE_TOKENS_STEP}, got ${pageTokens}`);
-  }
-  if (prefillChunkTokens % pageTokens !== 0) {
+  } else if (prefillChunkTokens % pageTokens !== 0) {
     faults.push(`--prefill-chunk-tokens (${prefillChunkTokens}) must be a multiple of --page-tokens (${pageTokens})`);
   }
   return faults;

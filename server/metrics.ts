@@ -216,13 +216,6 @@ const METRICS = {
     labels: ['adapter'],
     on: WORKERS,
   },
-  workerInfo: {
-    name: 'handoff_worker_info',
-    type: 'gauge',
-    help: 'Always 1; its label names the GPU adapter.',
-    labels: ['adapter'],
-    on: WORKERS,
-  },
   runningRequests: {
     name: 'sglang_num_running_reqs',
     type: 'gauge',
@@ -674,7 +667,10 @@ function mean(values: readonly number[]): number {
 }
 
 /** The declared metrics of one role in a registry of their own, and the timer that samples the event loop. */
-function createRegistry(role: MetricsRole, modelName: string): { registry: Registry; metrics: Metrics; close(): void } {
+function createRegistry(
+  role: MetricsRole,
+  modelName: string,
+): { registry: Registry; metrics: Metrics; close: () => void } {
   const registry = new Registry();
   registry.setDefaultLabels({ model_name: modelName, engine_type: role });
   const made: Record<string, Counter | Gauge | Histogram> = {};
