@@ -73,12 +73,21 @@ export async function ensureSwiftShader(say: (line: string) => void = () => {}):
 }
 
 async function fetchPackage(folder: string): Promise<Buffer> {
-  const args = ['pack', `${packageName}@${packageVersion}`, '--pack-destination', folder, '--json', '--ignore-scripts'];
+  // Without a network, npm's own patience would take more than a minute.
+  const patience = ['--fetch-retries', '1', '--fetch-retry-mintimeout', '1000'];
+  const args = [
+    'pack',
+    `${packageName}@${packageVersion}`,
+    '--pack-destination',
+    folder,
+    '--ignore-scripts',
+    ...patience,
+  ];
   // Inside an npm script the environment names the running npm; it may be the only one, so it goes first.
   const npm = process.env['npm_execpath'] ?? '';
   const command: [string, string[]] = /npm-cli\.c?js$/.test(npm) ? [process.execPath, [npm, ...args]] : ['npm', args];
   await run(command[0], command[1], { cwd: folder, timeout: fetchLimitMs }).catch((cause: unknown) => {
-    throw new Error(`npm could not fetch ${packageName}@${packageVersion}: is there a network?`, { cause });
+    throw new Error(`npm could not fetch ${packageName}@${packageVersion} (it needs a network, once)`, { cause });
   });
   const tarball = await readFile(join(folder, `${packageName.slice(1).replace('/', '-')}-${packageVersion}.tgz`));
   const digest = createHash('sha512').update(tarball).digest('base64');
