@@ -8,7 +8,7 @@
  */
 import { spawnSync } from 'node:child_process';
 import { existsSync, readdirSync } from 'node:fs';
-import { availableParallelism, tmpdir } from 'node:os';
+import { availableParallelism, homedir, tmpdir } from 'node:os';
 import { join, relative, sep } from 'node:path';
 import { run } from 'node:test';
 import { spec as SpecReporter } from 'node:test/reporters';
@@ -82,10 +82,18 @@ async function main(): Promise<number> {
     const choice = await setUpAdapter({ wanted: process.env['HANDOFF_ADAPTER'], say: (line) => console.log(line) });
     Object.assign(process.env, choice.environment);
     console.log(describeAdapter(choice).join('\n'));
+    if (choice.kind === 'lavapipe') console.log(`         ${describeShaderCache()}`);
   }
   await runFiles(groups, totals);
   console.log(`${totals.passed} passed, ${totals.failed} failed`);
   return totals.failed > 0 || totals.passed === 0 ? 1 : 0;
+}
+
+/** lavapipe compiles each kernel at its first dispatch, seconds in all; Mesa keeps the results between runs. */
+function describeShaderCache(): string {
+  const home = process.env['XDG_CACHE_HOME'] || join(homedir(), '.cache');
+  const folder = process.env['MESA_SHADER_CACHE_DIR'] || join(home, 'mesa_shader_cache');
+  return `Mesa's shader cache ${folder} is ${existsSync(folder) ? 'there' : 'empty: this run compiles all kernels'}.`;
 }
 
 /** All test files, relative to test/, in the order of `suites`. */
