@@ -421,7 +421,7 @@ function onPeerMessage(
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
-  const { desk, live, limits } = state;
+  const { desk, live } = state;
   if (!isCurrent(desk, peer, message)) return;
   const { key } = message;
   const to = { from: desk.self.epoch, to: peer.epoch, key };
