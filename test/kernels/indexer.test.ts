@@ -1,0 +1,184 @@
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { hadamard, selectEntries } from '../../kernels/indexer.ts';
+import { hadamardTransform, indexScore, largestIndices } from '../reference/attention.ts';
+import {
+  assertClose,
+  assertUntouched,
+  createTestRandom,
+  f32Tensor,
+  guardedTensor,
+  guardedTensorFrom,
+  makePlainStep,
+  makeStep,
+  openTestDevice,
+  readF32,
+  readU32,
+  runOnDevice,
+  type TestChunk,
+} from '../support/gpu.ts';
+
+const device = await openTestDevice();
+const random = createTestRandom();
+
+for (const [rowCount, heads, width] of [
+  [1, 16, 64],
+  [5, 32, 16],
+  [3, 64, 128],
+  [2, 3, 1],
+] as const) {
+  test(`${rowCount} rows of ${heads} x ${width} index queries are transformed in place`, async () => {
+    const values = random.f32(rowCount * heads * width, 2);
+    const queries = guardedTensorFrom(device, [rowCount + 2, heads, width], values);
+    await runOnDevice(device, (recorder) => {
+      hadamard(recorder, { queries, step: makePlainStep(device, rowCount).step, rowCount });
+    });
+    const actual = await readF32(device, queries);
+    for (let base = 0; base < values.length; base += width) {
+      // Sums of at most 128 values below 2, scaled back to order 2.
+      const expected = hadamardTransform([...values.subarray(base, base + width)]);
+      assertClose(actual.subarray(base, base + width), expected, { absolute: 5e-6 });
+    }
+    assertUntouched(actual, values.length);
+  });
+}
+
+test('the transform has the published values', async () => {
+  const values = new Float32Array(128);
+  values[0] = 1;
+  values[3] = 2;
+  const queries = guardedTensorFrom(device, [2, 1, 128], values);
+  await runOnDevice(device, (recorder) => {
+    hadamard(recorder, { queries, step: makePlainStep(device, 1).step, rowCount: 1 });
+  });
+  const first = [0.26516504, -0.08838835, -0.08838835, 0.26516504];
+  assertClose((await readF32(device, queries)).subarray(0, 8), [...first, ...first], {
+    absolute: 1e-8,
+    relative: 1e-7,
+  });
+});
+
+interface Sizes {
+  readonly heads: number;
+  readonly width: number;
+  readonly topk: number;
+  readonly ratio: number;
+  readonly entriesPerPage: number;
+  /** Rows of the score scratch. */
+  readonly blockRows: number;
+}
+
+/** Select with random queries (or all equal: `tied`) and compare each row that has a choice to make. */
+async function checkSelection(
+  sizes: Sizes,
+  chunks: readonly TestChunk[],
+  options: { tied?: boolean } = {},
+): Promise<void> {
+  const { heads, width, topk, ratio, entriesPerPage, blockRows } = sizes;
+  const lastPosition = Math.max(...chunks.map((chunk) => chunk.start + chunk.tokens.length - 1));
+  const maxEntries = Math.floor((lastPosition + 1) / ratio);
+  const pagesEach = Math.ceil((maxEntries + 1) / entriesPerPage);
+  // Pages of all sequences are interleaved, and none is its own index.
+  const withPages = chunks.map((chunk, sequence) => ({
+    ...chunk,
+    pages: Array.from({ length: pagesEach }, (_, index) => (pagesEach - 1 - index) * chunks.length + sequence),
+  }));
+  const step = makeStep(device, withPages);
+  const { rowCount } = step;
+  const queries = random.f32(rowCount * heads * width, 1);
+  const weights = random.f32(rowCount * heads, 1);
+  if (options.tied) queries.fill(0);
+  const keys = random.f32(pagesEach * chunks.length * entriesPerPage * width, 1);
+  const selected = guardedTensor(device, [rowCount + 2, topk], 'u32');
+  const scores = guardedTensor(device, [blockRows, maxEntries + 5]);
+  await runOnDevice(device, (recorder) => {
+    selectEntries(recorder, {
+      queries: f32Tensor(device, [rowCount, heads, width], queries),
+      headWeights: f32Tensor(device, [rowCount, heads], weights),
+      keys: f32Tensor(device, [pagesEach * chunks.length, entriesPerPage, width], keys),
+      scores,
+      selected,
+      rows: step.rows,
+      pageTable: step.pageTable,
+      step: step.step,
+      ratio,
+      rowCount,
+      lastPosition,
+    });
+  });
+  const actual = await readU32(device, selected);
+  await readF32(device, scores); // checks its guards
+  let row = 0;
+  for (const chunk of withPages) {
+    for (let i = 0; i < chunk.tokens.length; i += 1, row += 1) {
+      const count = Math.floor((chunk.start + i + 1) / ratio);
+      if (count <= topk) {
+        assertUntouched(actual, row * topk, (row + 1) * topk);
+        continue;
+      }
+      const own = Array.from({ length: heads }, (_, head) =>
+        queries.subarray((row * heads + head) * width, (row * heads + head + 1) * width),
+      );
+      const expected = Array.from({ length: count }, (_, entry) => {
+        const base =
+          (chunk.pages[Math.floor(entry / entriesPerPage)]! * entriesPerPage + (entry % entriesPerPage)) * width;
+        return indexScore(own, weights.subarray(row * heads, (row + 1) * heads), keys.subarray(base, base + width));
+      });
+      const got = [...actual.subarray(row * topk, (row + 1) * topk)];
+      const wanted = largestIndices(expected, topk);
+      if (options.tied) {
+        assert.deepEqual(got, wanted);
+        continue;
+      }
+      assert.ok(
+        got.every((entry, slot) => entry < count && (slot === 0 || entry > got[slot - 1]!)),
+        `row ${row}: ${got}`,
+      );
+      // f32 scores may swap entries closer than their error to the boundary; no others.
+      const boundary = Math.min(...wanted.map((entry) => expected[entry]!));
+      for (const entry of got) assert.ok(expected[entry]! >= boundary - 1e-5, `row ${row} took ${entry}`);
+      for (const entry of wanted) {
+        assert.ok(got.includes(entry) || expected[entry]! <= boundary + 1e-5, `row ${row} left out ${entry}`);
+      }
+    }
+  }
+  assertUntouched(actual, rowCount * topk);
+}
+
+const tokens = (count: number): number[] => Array.from({ length: count }, () => 0);
+
+test('one row of a long sequence selects its best entries', async () => {
+  const sizes = { heads: 16, width: 64, topk: 64, ratio: 4, entriesPerPage: 32, blockRows: 4 };
+  await checkSelection(sizes, [{ start: 1600, tokens: tokens(1) }]);
+});
+
+test('rows around the first choice: at most topk entries need none', async () => {
+  const sizes = { heads: 32, width: 16, topk: 8, ratio: 4, entriesPerPage: 4, blockRows: 64 };
+  await checkSelection(sizes, [{ start: 30, tokens: tokens(12) }]);
+});
+
+test('several sequences, and more rows than the scratch holds', async () => {
+  const sizes = { heads: 16, width: 64, topk: 24, ratio: 4, entriesPerPage: 32, blockRows: 3 };
+  await checkSelection(sizes, [
+    { start: 97, tokens: tokens(6) },
+    { start: 400, tokens: tokens(1) },
+    { start: 0, tokens: tokens(4) },
+    { start: 255, tokens: tokens(2) },
+  ]);
+});
+
+test('head counts that are no multiple of a pass, and a topk of one', async () => {
+  await checkSelection({ heads: 3, width: 8, topk: 1, ratio: 4, entriesPerPage: 4, blockRows: 8 }, [
+    { start: 41, tokens: tokens(5) },
+  ]);
+});
+
+test('topk 512 of 64 heads', async () => {
+  const sizes = { heads: 64, width: 128, topk: 512, ratio: 4, entriesPerPage: 32, blockRows: 2 };
+  await checkSelection(sizes, [{ start: 2090, tokens: tokens(2) }]);
+});
+
+test('equal scores go to the smaller index', async () => {
+  const sizes = { heads: 4, width: 8, topk: 10, ratio: 4, entriesPerPage: 4, blockRows: 8 };
+  await checkSelection(sizes, [{ start: 100, tokens: tokens(3) }], { tied: true });
+});
