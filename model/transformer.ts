@@ -8,18 +8,16 @@
 import assert from 'node:assert/strict';
 import type { Device } from '../kernels/device.ts';
 import { embed } from '../kernels/embed.ts';
-import { hyperHead, hyperPost, hyperPre } from '../kernels/hyper-connection.ts';
 import { Recorder } from '../kernels/kernel.ts';
-import { linear } from '../kernels/linear.ts';
-import { rmsnorm } from '../kernels/rmsnorm.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
-import { recordAttention, type BlockContext, type StepShape } from './attention.ts';
+import type { BlockContext, StepShape } from './attention.ts';
 import { loadModelConfig, OVERLAP_RATIO, type ModelConfig } from './config.ts';
 import { createKvCache, type KvCache, type LayerCache } from './kv-cache.ts';
-import { recordMoe } from './moe.ts';
+import { recordHead, recordLayer } from './layer.ts';
+import { allocateMtpWorkspace, recordMtpInput, type MtpWorkspace } from './mtp.ts';
 import { openCheckpoint, type TensorSource } from './safetensors.ts';
-import { loadWeights, type HyperWeights, type LayerWeights, type ModelWeights } from './weights.ts';
+import { loadWeights, type ModelWeights } from './weights.ts';
 import { allocateWorkspace, modelLimits, type ModelLimits, type Workspace } from './workspace.ts';
 
 /** A model on a device, ready to run. Owns the device memory of its weights and workspace. */
@@ -29,6 +27,8 @@ export interface Model {
   readonly limits: ModelLimits;
   readonly weights: ModelWeights;
   readonly workspace: Workspace;
+  /** Null unless the draft block is loaded. */
+  readonly mtpWorkspace: MtpWorkspace | null;
   /** Readback buffers that no step is using. */
   readonly idleReadbacks: GPUBuffer[];
 }
@@ -104,7 +104,8 @@ export async function createModel(
   });
   const limits = modelLimits(config, options);
   const workspace = allocateWorkspace(device, config, limits);
-  const model: Model = { device, config, limits, weights, workspace, idleReadbacks: [] };
+  const mtpWorkspace = weights.mtp ? allocateMtpWorkspace(device, config, limits) : null;
+  const model: Model = { device, config, limits, weights, workspace, mtpWorkspace, idleReadbacks: [] };
   await warmPipelines(model, onProgress);
   return model;
 }
@@ -126,13 +127,16 @@ export async function forward(model: Model, cache: KvCache, batch: ForwardBatch)
     await Promise.race([device.queue.onSubmittedWorkDone(), device.lost]);
     return [];
   }
-  recordHead(context, model);
+  recordHead(context, model.weights);
   sample(recorder, { ...workspace, ...workspace.steps, sampledCount: shape.sampledCount });
   const bytes = await readBack(model, recorder, workspace.tokens, shape.sampledCount * 4);
   const tokens = [...new Uint32Array(bytes)];
   assert(!tokens.includes(NO_TOKEN), 'a row of logits holds no usable number: the weights or the cache are damaged');
   return tokens;
 }
+
+/** Positions whose logits are wanted. */
+export type WantedPositions = 'all' | readonly number[];
 
 /**
  * Run one step and bring back whole rows of logits, of the positions asked for: sequence by sequence, positions
@@ -141,30 +145,82 @@ export async function forward(model: Model, cache: KvCache, batch: ForwardBatch)
 export async function forwardLogits(
   model: Model,
   cache: KvCache,
-  batch: ForwardBatch & { readonly positions: 'all' | readonly number[] },
+  batch: ForwardBatch & { readonly positions: WantedPositions },
 ): Promise<Float32Array[]> {
-  const { device, workspace, config, limits } = model;
-  const { positions } = batch;
-  const wanted = positions === 'all' ? null : new Set(positions);
   const sequences = batch.sequences.map((sequence) => ({ ...sequence, sampling: null }));
   const shape = writeStep(model, cache, { ...batch, sequences });
+  const recorder = new Recorder(model.device);
+  const context = { recorder, config: model.config, workspace: model.workspace, shape };
+  recordLayers(context, model, cache);
+  recorder.submit();
+  return readLogits(model, context, { sequences, positions: batch.positions, head: model.weights });
+}
+
+/**
+ * Run one step of one sequence, then the draft block on the same rows, and bring back the draft's logits: the row of
+ * position p is about the token at p + 2. `nextTokens` are the tokens one position further on, as many as rows or one
+ * fewer: at the end of what is known the last row has none, and no draft.
+ *
+ * `draftCache` (`LayerCache` from `allocateMtpCache`) is the draft block's own window. The model must be loaded with `mtp`.
+ */
+export async function forwardMtpLogits(
+  model: Model,
+  cache: KvCache,
+  batch: {
+    readonly phase: 'prefill' | 'decode';
+    readonly sequence: ForwardSequence;
+    readonly positions: WantedPositions;
+    readonly nextTokens: ArrayLike<number>;
+    readonly draftCache: LayerCache;
+  },
+): Promise<Float32Array[]> {
+  const { device, config, workspace, weights, mtpWorkspace } = model;
+  const { phase, positions, nextTokens, draftCache } = batch;
+  assert(weights.mtp && mtpWorkspace, 'the draft block is not loaded');
+  const sequence = { ...batch.sequence, sampling: null };
+  assert(sequence.tokens.length - nextTokens.length <= 1, 'every row but the last needs its next token');
   const recorder = new Recorder(device);
+  const shape = writeStep(model, cache, { phase, sequences: [sequence] });
   recordLayers({ recorder, config, workspace, shape }, model, cache);
   recorder.submit();
+  if (nextTokens.length === 0) return [];
 
+  const drafted = { ...sequence, tokens: nextTokens };
+  const draftShape = writeStep(model, cache, { phase, sequences: [drafted] });
+  const context = { recorder, config, workspace, shape: draftShape };
+  recordMtpInput(context, { weights: weights.mtp, embedding: weights.embedding, buffers: mtpWorkspace });
+  recordLayer(context, { ratio: 0, weights: weights.mtp.layer, cache: draftCache });
+  recorder.submit();
+  return readLogits(model, context, { sequences: [drafted], positions, head: { ...weights.mtp, head: weights.head } });
+}
+
+// Logits of rows whose streams the step before has left in the workspace, as many at a time as the workspace holds.
+async function readLogits(
+  model: Model,
+  context: BlockContext,
+  args: {
+    sequences: readonly ForwardSequence[];
+    positions: WantedPositions;
+    head: Pick<ModelWeights, 'headMix' | 'norm' | 'head'>;
+  },
+): Promise<Float32Array[]> {
+  const { device, workspace, config, limits } = model;
+  const { sequences, positions } = args;
+  const wanted = positions === 'all' ? null : new Set(positions);
   const rows: number[] = [];
   let row = 0;
   for (const { start, tokens } of sequences) {
     for (let index = 0; index < tokens.length; index++, row++) if (!wanted || wanted.has(start + index)) rows.push(row);
   }
+  const rowBytes = config.vocabSize * 4;
   const logits: Float32Array[] = [];
   for (let first = 0; first < rows.length; first += limits.maxSampled) {
     const block = rows.slice(first, first + limits.maxSampled);
-    uploadTensor(device, workspace.steps.step, Uint32Array.of(shape.rowCount, sequences.length, block.length, 0));
+    const { rowCount } = context.shape;
+    uploadTensor(device, workspace.steps.step, Uint32Array.of(rowCount, sequences.length, block.length, 0));
     uploadTensor(device, workspace.steps.sampled, Uint32Array.from(block));
-    recordHead({ recorder, config, workspace, shape: { ...shape, sampledCount: block.length } }, model);
-    const rowBytes = config.vocabSize * 4;
-    const bytes = await readBack(model, recorder, workspace.logits, block.length * rowBytes);
+    recordHead({ ...context, shape: { ...context.shape, sampledCount: block.length } }, args.head);
+    const bytes = await readBack(model, context.recorder, workspace.logits, block.length * rowBytes);
     for (let index = 0; index < block.length; index++) {
       logits.push(new Float32Array(bytes.slice(index * rowBytes, (index + 1) * rowBytes)));
     }
@@ -182,66 +238,6 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
   for (const [index, { ratio }] of config.layers.entries()) {
     recordLayer(context, { ratio, weights: model.weights.layers[index]!, cache: cache.layers[index]! });
   }
-}
-
-function recordLayer(context: BlockContext, layer: { ratio: number; weights: LayerWeights; cache: LayerCache }): void {
-  const { weights } = layer;
-  recordBlock(context, { mix: weights.attentionMix, norm: weights.attentionNorm }, () =>
-    recordAttention(context, { ...layer, weights: weights.attention }),
-  );
-  recordBlock(context, { mix: weights.moeMix, norm: weights.moeNorm }, () => recordMoe(context, weights.moe));
-}
-
-// A block sees the streams mixed into one normed vector; its output is spread over all streams.
-function recordBlock(context: BlockContext, around: { mix: HyperWeights; norm: Tensor }, block: () => void): void {
-  const { recorder, config, workspace, shape } = context;
-  const { streams, mix, post, comb, hidden, normed, blockOut, steps } = workspace;
-  const { step } = steps;
-  const { rowCount } = shape;
-  linear(recorder, { x: streams, weight: around.mix.fn, out: mix, step, rowCount });
-  hyperPre(recorder, {
-    streams,
-    mix,
-    base: around.mix.base,
-    scale: around.mix.scale,
-    y: hidden,
-    post,
-    comb,
-    config: hyperConfig(config),
-    step,
-    rowCount,
-  });
-  rmsnorm(recorder, { x: hidden, weight: around.norm, out: normed, eps: config.normEps, step, rowCount });
-  block();
-  hyperPost(recorder, { streams, y: blockOut, post, comb, step, rowCount });
-}
-
-// Logits of the sampled rows.
-function recordHead(context: BlockContext, model: Model): void {
-  const { recorder, config, workspace, shape } = context;
-  const { headMix, norm, head } = model.weights;
-  const { streams, headHidden, headNormed, logits, steps } = workspace;
-  const { step, sampled } = steps;
-  const { rowCount, sampledCount } = shape;
-  linear(recorder, { x: streams, weight: headMix.fn, out: workspace.headMix, step, rowCount });
-  hyperHead(recorder, {
-    streams,
-    mix: workspace.headMix,
-    base: headMix.base,
-    scale: headMix.scale,
-    sampled,
-    out: headHidden,
-    config: hyperConfig(config),
-    step,
-    sampledCount,
-  });
-  const samplewise = { step, rowCount: sampledCount, countFrom: 'sampled' } as const;
-  rmsnorm(recorder, { x: headHidden, weight: norm, out: headNormed, eps: config.normEps, ...samplewise });
-  linear(recorder, { x: headNormed, weight: head, out: logits, ...samplewise });
-}
-
-function hyperConfig(config: ModelConfig): { normEps: number; eps: number; iterations: number } {
-  return { normEps: config.normEps, eps: config.hcEps, iterations: config.sinkhornIterations };
 }
 
 // ------------------------------------------------------------------------------------------------------------- steps
@@ -382,7 +378,7 @@ async function warmStep(model: Model, cache: KvCache, batch: ForwardBatch): Prom
   const shape = writeStep(model, cache, batch);
   const context = { recorder, config: model.config, workspace: model.workspace, shape };
   recordLayers(context, model, cache);
-  recordHead(context, model);
+  recordHead(context, model.weights);
   sample(recorder, { ...model.workspace, ...model.workspace.steps, sampledCount: shape.sampledCount });
   await readBack(model, recorder, model.workspace.tokens, 4);
 }
