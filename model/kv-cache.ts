@@ -80,6 +80,17 @@ export function tailRows(ratio: number): number {
   return ratio === OVERLAP_RATIO ? 2 * ratio : ratio;
 }
 
+/** Bytes of one page of a cache for this model, all layers. */
+export function pageBytesOf(config: ModelConfig): number {
+  const { headDim, indexHeadDim, pageTokens } = config;
+  let elements = 0;
+  for (const { ratio } of config.layers) {
+    if (ratio > 0) elements += (pageTokens / ratio) * headDim;
+    if (ratio === OVERLAP_RATIO) elements += (pageTokens / ratio) * indexHeadDim;
+  }
+  return elements * Float32Array.BYTES_PER_ELEMENT;
+}
+
 /**
  * Allocate a cache of `pageCount` pages and `slotCount` slots.
  *
@@ -94,7 +105,7 @@ export function createKvCache(
   // Parts of a page and of a slot in the order of their bytes. The first dimension of each tensor is the page or slot.
   const pageParts = layers.flatMap((layer) => [layer.entries, layer.indexKeys].filter((part) => part !== null));
   const slotParts = layers.flatMap(slotPartsOf);
-  const pageBytes = pageParts.reduce((sum, part) => sum + unitBytes(part), 0);
+  const pageBytes = pageBytesOf(config);
   const slotBytes = slotParts.reduce((sum, part) => sum + unitBytes(part), 0);
   const staging = new StagingPool(device);
 

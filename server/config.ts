@@ -90,6 +90,10 @@ export interface WorkerConfig extends Common, Listening {
   readonly control: string;
   /** Address this worker binds for its peers, tcp://HOST:PORT; port 0: any free port. */
   readonly transfer: string;
+  /** The same for KV pages; null: any free port on the host of `transfer`. */
+  readonly transferData: string | null;
+  /** Host that peers are told instead of the bound one; null: the bound one. */
+  readonly advertiseHost: string | null;
   /** `lavapipe`, `swiftshader` or a part of an adapter's name; null: the best one there is. */
   readonly adapter: string | null;
   readonly limits: SchedulerLimits;
@@ -277,7 +281,24 @@ export const OPTIONS = {
     value: 'tcp://HOST:PORT',
     endpoint: 'bind',
     default: 'tcp://127.0.0.1:0',
-    help: 'address this worker binds for KV pages; port 0 is any free port',
+    help: 'address this worker binds for the control of transfers; port 0 is any free port',
+    commands: WORKERS,
+  },
+  transferData: {
+    kind: 'text',
+    value: 'tcp://HOST:PORT',
+    endpoint: 'bind',
+    default: null,
+    defaultText: 'any free port on the host of --transfer',
+    help: 'address this worker binds for KV pages',
+    commands: WORKERS,
+  },
+  advertiseHost: {
+    kind: 'text',
+    value: 'HOST',
+    default: null,
+    defaultText: 'the host of --transfer',
+    help: 'host by which peers reach --transfer and --transfer-data, where it is not the one that is bound (NAT, proxies)',
     commands: WORKERS,
   },
   model: {
@@ -949,6 +970,8 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         ...listening,
         control: settings.control,
         transfer: settings.transfer,
+        transferData: settings.transferData,
+        advertiseHost: settings.advertiseHost,
         adapter: settings.adapter,
         limits,
         deadlines,

@@ -6,7 +6,7 @@
  */
 import { openDevice, type Device } from '../kernels/device.ts';
 import { loadModelConfig, type ModelConfig } from '../model/config.ts';
-import { createKvCache, type KvCache } from '../model/kv-cache.ts';
+import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import { forward, loadModel, type Model } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
 import type { PageId } from '../transfer/messages.ts';
@@ -19,9 +19,10 @@ export interface EngineOptions {
   /** Rows of the largest step: prompt tokens on prefill, sequences on decode. */
   readonly maxRows: number;
   readonly maxSequences: number;
-  /** Positions a sequence may reach. */
-  readonly contextTokens: number;
-  readonly pageCount: number;
+  /** Positions a sequence may reach; what the checkpoint says when left out. */
+  readonly contextTokens?: number;
+  /** Pages of the cache, decided once the size of a page is known. */
+  readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
   readonly slotCount: number;
   readonly onProgress?: (progress: LoadProgress) => void;
 }
@@ -38,6 +39,9 @@ export interface LoadProgress {
 export interface Engine {
   readonly config: ModelConfig;
   readonly device: Device;
+  readonly contextTokens: number;
+  readonly pageCount: number;
+  readonly slotCount: number;
   readonly pageBytes: number;
   readonly slotBytes: number;
   /** What two workers must agree on to exchange units; compared field by field in HELLO. */
@@ -46,6 +50,8 @@ export interface Engine {
   prefill(batch: PrefillBatch): Promise<number[]>;
   /** Advance every row by one token. Resolves with the next token of each row, in batch order. */
   decode(batch: DecodeBatch): Promise<number[]>;
+  /** Prompt tokens computed so far by `prefill`. */
+  prefilledTokens(): number;
   /** Bytes of the pages in order, then of the slot when it is given; each in memory of its own. */
   readUnits(pages: readonly PageId[], slot: number | null): Promise<Uint8Array[]>;
   /** Copy a unit into the cache, ordered before every later step. */
@@ -63,15 +69,17 @@ export interface Engine {
 export async function openEngine(options: EngineOptions): Promise<Engine> {
   // Read before the adapter is opened: a wrong directory should fail in milliseconds.
   const config = loadModelConfig(options.modelDir);
+  const contextTokens = options.contextTokens ?? config.maxPositions;
+  const pageCount = options.choosePageCount({ contextTokens, pageBytes: pageBytesOf(config) });
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
     const model = await loadModel(device, options.modelDir, {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,
-      maxPositions: options.contextTokens,
+      maxPositions: contextTokens,
       ...(options.onProgress ? { onProgress: options.onProgress } : {}),
     });
-    const cache = createKvCache(device, config, { pageCount: options.pageCount, slotCount: options.slotCount });
+    const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount });
     return engineOf(device, model, cache);
   } catch (error) {
     device.close();
@@ -80,14 +88,18 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
 }
 
 function engineOf(device: Device, model: Model, cache: KvCache): Engine {
+  let prefilledTokens = 0;
   return {
     config: model.config,
     device,
+    contextTokens: model.limits.maxPositions,
+    pageCount: cache.pageCount,
+    slotCount: cache.slotCount,
     pageBytes: cache.pageBytes,
     slotBytes: cache.slotBytes,
     layout: cache.layout,
-    prefill: (batch) =>
-      forward(model, cache, {
+    async prefill(batch) {
+      const sampled = await forward(model, cache, {
         phase: 'prefill',
         sequences: batch.chunks.map((chunk) => ({
           slot: chunk.slot,
@@ -96,7 +108,10 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
           tokens: chunk.tokens,
           sampling: chunk.last ? chunk.sampling : null,
         })),
-      }),
+      });
+      for (const { start, end } of batch.chunks) prefilledTokens += end - start;
+      return sampled;
+    },
     decode: (batch) =>
       forward(model, cache, {
         phase: 'decode',
@@ -108,6 +123,7 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
           sampling: row.sampling,
         })),
       }),
+    prefilledTokens: () => prefilledTokens,
     readUnits: (pages, slot) => cache.readUnits({ pages: [...pages], slot }),
     writePage: (page, bytes) => cache.writePage(page, bytes),
     writeSlot: (slot, bytes) => cache.writeSlot(slot, bytes),

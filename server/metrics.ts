@@ -18,8 +18,8 @@ import type { Reason } from '../transfer/messages.ts';
 
 export type MetricsRole = 'router' | 'prefill' | 'decode';
 
-/** Where a request was when it was aborted. */
-export const ABORT_PHASES = ['queued', 'prefill', 'transfer', 'decode'] as const;
+/** Where a request was when it was aborted, as far as the router can know: prefill lasts until the first token. */
+export const ABORT_PHASES = ['queued', 'prefill', 'decode'] as const;
 export type AbortPhase = (typeof ABORT_PHASES)[number];
 
 /** How a request can end; the router's room outcomes. */
@@ -30,11 +30,11 @@ export type RequestOutcome = (typeof REQUEST_OUTCOMES)[number];
 export const WORKER_QUEUES = ['prealloc', 'transfer', 'waiting', 'running', 'inflight', 'unwinding'] as const;
 export type WorkerQueue = (typeof WORKER_QUEUES)[number];
 
-export const PAGE_STATES = ['free', 'cached', 'running', 'prealloc', 'inflight'] as const;
+export const PAGE_STATES = ['free', 'cached', 'running', 'prealloc', 'inflight', 'quarantined'] as const;
 export type PageState = (typeof PAGE_STATES)[number];
 
 /** Why a message of a peer was dropped. */
-export const DROPPED_KINDS = ['late', 'duplicate', 'unknown', 'stale_epoch'] as const;
+export const DROPPED_KINDS = ['late', 'duplicate', 'unknown', 'stale_epoch', 'protocol', 'ignored'] as const;
 export type DroppedKind = (typeof DROPPED_KINDS)[number];
 
 /** What the router knows at scrape time. */
@@ -43,6 +43,8 @@ export interface RouterStats {
   readonly queued: number;
   /** Requests whose answer is under way. */
   readonly running: number;
+  /** Requests whose client has its outcome while a worker still has to report the end of its half. */
+  readonly unwinding: number;
 }
 
 /** What a worker knows at scrape time: plain counts of its pure state. Totals only grow while it lives. */
@@ -71,6 +73,10 @@ export interface WorkerStats {
   readonly transferFailuresTotal: number;
   readonly checksumFailuresTotal: number;
   readonly droppedMessagesTotal: Readonly<Record<DroppedKind, number>>;
+  /** Terminal messages that wait for an acknowledgement: ABORT and DONE to peers, `end` to routers. */
+  readonly unacknowledged: { readonly peer: number; readonly router: number };
+  readonly tombstones: number;
+  readonly ledgerViolationsTotal: number;
 }
 
 interface Declaration {
@@ -129,7 +135,7 @@ const METRICS = {
   aborts: {
     name: 'handoff_aborts_total',
     type: 'counter',
-    help: 'Aborted requests by reason and by the phase they were in: queued, prefill, transfer, decode.',
+    help: 'Aborted requests by reason and by the phase they were in: queued, prefill (hand-over included), decode.',
     labels: ['reason', 'phase'],
     on: ROUTER,
   },
@@ -188,15 +194,15 @@ const METRICS = {
   queueTime: {
     name: 'sglang_queue_time_seconds',
     type: 'histogram',
-    help: 'Request admitted until its prefill started.',
+    help: 'Submit received until the first chunk of the prompt is computed.',
     labels: [],
     buckets: QUEUE_BUCKETS,
-    on: ROUTER,
+    on: ['prefill'],
   },
   activeRequests: {
     name: 'handoff_active_requests',
     type: 'gauge',
-    help: 'Requests in the router: queued (no token yet) and running.',
+    help: 'Requests in the router: queued (no token yet), running, unwinding (answered, a half still to end).',
     labels: ['state'],
     on: ROUTER,
   },
@@ -300,7 +306,7 @@ const METRICS = {
   pages: {
     name: 'handoff_kv_pages',
     type: 'gauge',
-    help: 'KV pages by state: free, cached, running, prealloc, inflight.',
+    help: 'KV pages by state: free, cached, running, prealloc, inflight, quarantined.',
     labels: ['state'],
     on: WORKERS,
   },
@@ -390,10 +396,31 @@ const METRICS = {
     labels: [],
     on: WORKERS,
   },
+  unacknowledged: {
+    name: 'handoff_unacknowledged_messages',
+    type: 'gauge',
+    help: 'Terminal messages that are repeated until acknowledged, by receiver: peer, router.',
+    labels: ['to'],
+    on: WORKERS,
+  },
+  tombstones: {
+    name: 'handoff_tombstones',
+    type: 'gauge',
+    help: 'Ended rooms that are remembered to answer late messages.',
+    labels: [],
+    on: WORKERS,
+  },
+  ledgerViolations: {
+    name: 'handoff_ledger_violations_total',
+    type: 'counter',
+    help: 'Pages or slots found with a wrong owner and quarantined. Anything but 0 is a fault of ours.',
+    labels: [],
+    on: WORKERS,
+  },
   droppedMessages: {
     name: 'handoff_dropped_messages_total',
     type: 'counter',
-    help: 'Messages of peers dropped: late, duplicate, unknown, stale_epoch.',
+    help: 'Messages of peers dropped: late, duplicate, unknown, stale_epoch, protocol, ignored.',
     labels: ['kind'],
     on: WORKERS,
   },
@@ -465,8 +492,6 @@ export interface RouterMetrics {
   responded(route: string, status: number): void;
   /** A request was refused with 503. code: one of the registry in errors.ts. */
   rejected(code: string): void;
-  /** A request's prefill started, so long after it was admitted. */
-  queued(seconds: number): void;
   /** The first token's bytes were written, so long after the request came. */
   firstToken(seconds: number, streaming: boolean): void;
   /** Token bytes were written, so long after the same request's previous ones. */
@@ -514,7 +539,6 @@ export function createRouterMetrics(options: {
   return {
     responded: (route, status) => metrics.responses.inc({ route, status: String(status) }),
     rejected: (code) => metrics.rejections.inc({ code }),
-    queued: (seconds) => metrics.queueTime.observe(seconds),
     firstToken: (seconds, streaming) => metrics.timeToFirstToken.observe({ is_streaming: String(streaming) }, seconds),
     betweenTokens: (seconds) => metrics.interToken.observe(seconds),
     aborted(reason, phase) {
@@ -539,9 +563,7 @@ export function createRouterMetrics(options: {
         metrics.workerUp.set({ worker, role }, families === null ? 0 : 1);
         if (families !== null) parts.push({ worker, families });
       }
-      const { queued, running } = options.stats();
-      metrics.activeRequests.set({ state: 'queued' }, queued);
-      metrics.activeRequests.set({ state: 'running' }, running);
+      for (const [state, count] of Object.entries(options.stats())) metrics.activeRequests.set({ state }, count);
       readProcess(metrics);
       const own = parseExposition(await registry.metrics());
       if (own === null) throw new Error("the router's own metrics do not parse");
@@ -555,6 +577,8 @@ export function createRouterMetrics(options: {
 }
 
 export interface WorkerMetrics {
+  /** A prompt's first chunk enters a step, so long after its submit (prefill only). */
+  queued(seconds: number): void;
   /** One forward pass ended. rows: sequences in it. */
   stepped(step: { seconds: number; rows: number }): void;
   /** What `/metrics` answers with. */
@@ -578,6 +602,7 @@ export function createWorkerMetrics(options: {
   let steps = 0;
 
   return {
+    queued: (seconds) => metrics.queueTime.observe(seconds),
     stepped({ seconds, rows }) {
       metrics.stepSeconds.observe(seconds);
       if (role === 'decode') metrics.batchSize.observe(rows);
@@ -616,7 +641,7 @@ function readWorker(
   for (const state of PAGE_STATES) metrics.pages.set({ state }, pages[state]);
   metrics.slots.set({ state: 'free' }, stats.slots.free);
   metrics.slots.set({ state: 'used' }, stats.slots.used);
-  const usedPages = pages.running + pages.prealloc + pages.inflight;
+  const usedPages = pages.running + pages.prealloc + pages.inflight + pages.quarantined;
   const allPages = usedPages + pages.free + pages.cached;
   metrics.availableTokens.set(pages.free * pageTokens);
   metrics.evictableTokens.set(pages.cached * pageTokens);
@@ -634,6 +659,10 @@ function readWorker(
   setTotal(metrics.bootstrapFailures, {}, stats.bootstrapFailuresTotal);
   setTotal(metrics.transferFailures, {}, stats.transferFailuresTotal);
   setTotal(metrics.checksumFailures, {}, stats.checksumFailuresTotal);
+  metrics.unacknowledged.set({ to: 'peer' }, stats.unacknowledged.peer);
+  metrics.unacknowledged.set({ to: 'router' }, stats.unacknowledged.router);
+  metrics.tombstones.set(stats.tombstones);
+  setTotal(metrics.ledgerViolations, {}, stats.ledgerViolationsTotal);
   for (const kind of DROPPED_KINDS) setTotal(metrics.droppedMessages, { kind }, stats.droppedMessagesTotal[kind]);
 }
 

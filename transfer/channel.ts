@@ -344,27 +344,27 @@ interface ListenerLink {
 }
 
 /**
- * Bind `address` for control (port 0: any free port) and, with `withData`, a free port of the same
- * host for data. Rejects if the address cannot be bound.
+ * Bind `address` for control and, unless it is null, `dataAddress` for data (port 0: any free port).
+ * Rejects if an address cannot be bound.
  */
 export async function openListener(
   options: ChannelOptions,
-  { address, withData }: { address: string; withData: boolean },
+  { address, dataAddress }: { address: string; dataAddress: string | null },
 ): Promise<Listener> {
   const control = openRouter(options, 'control');
-  const data = withData ? openRouter(options, 'data') : null;
+  const data = dataAddress === null ? null : openRouter(options, 'data');
   try {
     await control.bind(address);
-    await data?.bind(address.replace(/:[^:]*$/, ':0'));
+    if (dataAddress !== null) await data?.bind(dataAddress);
   } catch (error) {
     control.close();
     data?.close();
     throw new Error(`cannot listen on ${address}: ${(error as Error).message}`, { cause: error });
   }
   const boundAddress = control.lastEndpoint as string;
-  const dataAddress = data?.lastEndpoint ?? '';
+  const boundDataAddress = data?.lastEndpoint ?? '';
   // The host of the data address is whatever host the other side reached us by.
-  const dataPort = dataAddress === '' ? '' : `tcp://*:${dataAddress.split(':').at(-1)}`;
+  const dataPort = boundDataAddress === '' ? '' : `tcp://*:${boundDataAddress.split(':').at(-1)}`;
   const writers = {
     control: createWriter(control, options),
     data: data === null ? null : createWriter(data, options),
@@ -531,7 +531,7 @@ export async function openListener(
 
   return {
     address: boundAddress,
-    dataAddress,
+    dataAddress: boundDataAddress,
     send(epoch, socket, message, payload) {
       for (const link of byName.values()) {
         if (link.peer.epoch === epoch && link.isUp) return sendTo(link.routingId, socket, message, payload);

@@ -53,7 +53,7 @@ before(async () => {
     maxRows: CHUNK_TOKENS,
     maxSequences: 4,
     contextTokens: CONTEXT_TOKENS,
-    pageCount: CONTEXT_TOKENS / PAGE_TOKENS,
+    choosePageCount: () => CONTEXT_TOKENS / PAGE_TOKENS,
     slotCount: 1,
   });
   try {

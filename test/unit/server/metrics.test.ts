@@ -17,7 +17,7 @@ import { REASONS } from '../../../transfer/messages.ts';
 
 const idle: WorkerStats = {
   queues: { prealloc: 0, transfer: 0, waiting: 0, running: 0, inflight: 0, unwinding: 0 },
-  pages: { free: 100, cached: 0, running: 0, prealloc: 0, inflight: 0 },
+  pages: { free: 100, cached: 0, running: 0, prealloc: 0, inflight: 0, quarantined: 0 },
   slots: { free: 64, used: 0 },
   sentBytesTotal: 0,
   receivedBytesTotal: 0,
@@ -28,7 +28,10 @@ const idle: WorkerStats = {
   bootstrapFailuresTotal: 0,
   transferFailuresTotal: 0,
   checksumFailuresTotal: 0,
-  droppedMessagesTotal: { late: 0, duplicate: 0, unknown: 0, stale_epoch: 0 },
+  droppedMessagesTotal: { late: 0, duplicate: 0, unknown: 0, stale_epoch: 0, protocol: 0, ignored: 0 },
+  unacknowledged: { peer: 0, router: 0 },
+  tombstones: 0,
+  ledgerViolationsTotal: 0,
 };
 
 function workerMetrics(t: TestContext, role: 'prefill' | 'decode', stats: () => WorkerStats): WorkerMetrics {
@@ -38,7 +41,7 @@ function workerMetrics(t: TestContext, role: 'prefill' | 'decode', stats: () => 
 }
 
 function routerMetrics(t: TestContext, workers: readonly WorkerTarget[]): RouterMetrics {
-  const stats = () => ({ queued: 2, running: 5 });
+  const stats = () => ({ queued: 2, running: 5, unwinding: 1 });
   const metrics = createRouterMetrics({ modelName: 'nano', stats, workers: () => workers });
   t.after(() => metrics.close());
   return metrics;
@@ -107,12 +110,15 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
   stats = {
     ...idle,
     queues: { prealloc: 1, transfer: 2, waiting: 3, running: 4, inflight: 0, unwinding: 6 },
-    pages: { free: 40, cached: 10, running: 30, prealloc: 15, inflight: 5 },
+    pages: { free: 40, cached: 10, running: 30, prealloc: 14, inflight: 5, quarantined: 1 },
     slots: { free: 60, used: 4 },
     generatedTokensTotal: 77,
     receivedBytesTotal: 1000,
     checksumFailuresTotal: 1,
-    droppedMessagesTotal: { late: 1, duplicate: 2, unknown: 3, stale_epoch: 4 },
+    droppedMessagesTotal: { late: 1, duplicate: 2, unknown: 3, stale_epoch: 4, protocol: 5, ignored: 6 },
+    unacknowledged: { peer: 7, router: 8 },
+    tombstones: 9,
+    ledgerViolationsTotal: 10,
   };
   const text = await metrics.text();
   const expected: [string, string[], number][] = [
@@ -121,7 +127,7 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
     ['sglang_num_decode_prealloc_queue_reqs', [], 1],
     ['sglang_num_decode_transfer_queue_reqs', [], 2],
     ['handoff_queue_requests', ['queue="unwinding"'], 6],
-    ['handoff_kv_pages', ['state="prealloc"'], 15],
+    ['handoff_kv_pages', ['state="prealloc"'], 14],
     ['handoff_state_slots', ['state="used"'], 4],
     ['sglang_kv_available_tokens', [], 40 * 128],
     ['sglang_kv_evictable_tokens', [], 10 * 128],
@@ -133,6 +139,9 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
     ['handoff_transfer_bytes_total', ['direction="received"'], 1000],
     ['handoff_checksum_failures_total', [], 1],
     ['handoff_dropped_messages_total', ['kind="stale_epoch"'], 4],
+    ['handoff_unacknowledged_messages', ['to="router"'], 8],
+    ['handoff_tombstones', [], 9],
+    ['handoff_ledger_violations_total', [], 10],
   ];
   for (const [name, labels, value] of expected) assert.equal(valueOf(text, name, ...labels), value, name);
   // Twice the same state is twice the same total.
@@ -172,9 +181,8 @@ test('the router shows its own series and those of its workers, kept apart by a 
     { worker: 'decode-1', role: 'decode', http: null },
   ]);
   metrics.rejected('queue_full');
-  metrics.aborted('client_lost', 'transfer');
+  metrics.aborted('client_lost', 'prefill');
   metrics.responded('/v1/models', 200);
-  metrics.queued(0.02);
   metrics.firstToken(0.3, true);
   metrics.betweenTokens(0.01);
   metrics.finished({ outcome: 'stop', seconds: 1.5, streaming: true, promptTokens: 7, generatedTokens: 9 });
@@ -190,11 +198,11 @@ test('the router shows its own series and those of its workers, kept apart by a 
     ['handoff_active_requests', ['state="queued"', 'worker="router"'], 2],
     ['handoff_active_requests', ['state="running"'], 5],
     ['handoff_rejections_total', ['code="queue_full"'], 1],
-    ['handoff_aborts_total', ['reason="client_lost"', 'phase="transfer"'], 1],
+    ['handoff_aborts_total', ['reason="client_lost"', 'phase="prefill"'], 1],
     ['handoff_aborts_total', ['reason="deadline"', 'phase="queued"'], 0],
     ['sglang_num_aborted_requests_total', [], 1],
     ['handoff_http_responses_total', ['route="/v1/models"', 'status="200"'], 1],
-    ['sglang_queue_time_seconds_count', [], 1],
+    ['handoff_active_requests', ['state="unwinding"'], 1],
     ['sglang_time_to_first_token_seconds_sum', ['is_streaming="true"'], 0.3],
     ['sglang_inter_token_latency_seconds_bucket', ['le="0.01"'], 1],
     ['sglang_inter_token_latency_seconds_bucket', ['le="0.008"'], 0],

@@ -1,0 +1,197 @@
+/**
+ * The router process: HTTP in front, control links to the workers behind, rooms between them.
+ *
+ * It keeps a link to every configured worker for as long as it lives; a worker that dies and comes back at its address
+ * is a new life of it. The router holds no GPU and loads only the text files of the model.
+ */
+import { randomBytes } from 'node:crypto';
+import type { AddressInfo } from 'node:net';
+import { hostname } from 'node:os';
+import { loadChatEncoding } from '../model/chat.ts';
+import { loadModelConfig } from '../model/config.ts';
+import { loadTokenizer } from '../model/tokenizer.ts';
+import { openConnector, type ChannelEvent, type Peer } from '../transfer/channel.ts';
+import { makeEpoch, type Epoch, type WorkerToRouter } from '../transfer/messages.ts';
+import type { WorkerView } from './balancer.ts';
+import { modelName, type RouterConfig, type WorkerRole } from './config.ts';
+import { closeApp, createApp, defaultHttpLimits } from './http.ts';
+import { createLogger } from './log.ts';
+import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
+import { digestModel } from './model-digest.ts';
+import { createRooms } from './rooms.ts';
+import type { RunningRole } from './supervisor.ts';
+
+/** Deadlines and re-sends are judged this often. */
+const TICK_MS = 50;
+/** The smallest sequence in use is told to workers this often. */
+const MARK_MS = 1000;
+/** Bounds of the send queue of one worker. */
+const QUEUED_MESSAGES = 1 << 16;
+const QUEUED_BYTES = 64 << 20;
+/** Workers send no payload to a router. */
+const MAX_PAYLOAD_BYTES = 0;
+/** The last cancel and `end_ack` get this long to leave at shutdown. */
+const LINGER_MS = 500;
+/** Requests get this long to finish at shutdown, then are ended with an error; `all` allows 4 s in total. */
+const DRAIN_MS = 2000;
+/** Then their halves get this long to end. */
+const UNWIND_MS = 500;
+
+/** A configured worker: where it is, and what metrics call it. */
+interface Seat {
+  readonly address: string;
+  readonly role: WorkerRole;
+  /** `prefill-0`: outlives restarts. */
+  readonly label: string;
+  /** The life that sits there now. */
+  view: WorkerView | null;
+  /** Where the last known life serves HTTP. */
+  http: string | null;
+}
+
+/**
+ * Be the router: serve HTTP until `close`. Workers may come up before or after it.
+ *
+ * @throws when the model's text files are missing or the port is taken.
+ */
+export async function runRouter(config: RouterConfig): Promise<RunningRole> {
+  const log = createLogger({ role: 'router', level: config.logLevel });
+  const now = (): number => performance.now();
+  const tokenizer = loadTokenizer(config.model);
+  const chat = loadChatEncoding(config.model);
+  const { maxPositions } = loadModelConfig(config.model);
+  const modelDigest = await digestModel(config.model);
+  const epoch = makeEpoch(Date.now(), randomBytes(4).readUInt32LE());
+
+  const seats: Seat[] = [
+    ...config.prefillWorkers.map((address, index) => newSeat(address, 'prefill', index)),
+    ...config.decodeWorkers.map((address, index) => newSeat(address, 'decode', index)),
+  ];
+  const live = new Map<Epoch, WorkerView>();
+
+  const connector = openConnector({
+    role: 'router',
+    // A router on a port of its own choice comes back as the next life of the same one.
+    name: `router@${hostname()}:${config.port === 0 ? epoch : config.port}`,
+    epoch,
+    fields: { model: modelDigest },
+    heartbeatMs: config.deadlines.heartbeatMs,
+    leaseMs: config.deadlines.leaseMs,
+    maxQueuedMessages: QUEUED_MESSAGES,
+    maxQueuedBytes: QUEUED_BYTES,
+    maxPayloadBytes: MAX_PAYLOAD_BYTES,
+    lingerMs: LINGER_MS,
+    onEvent: onLinkEvent,
+  });
+
+  const rooms = createRooms({
+    epoch,
+    modelDigest,
+    requestMs: config.deadlines.requestMs,
+    now,
+    links: {
+      workers: () => live.values(),
+      send: (worker, message) => void connector.send(worker, 'control', message),
+    },
+    onAborted: (reason, phase) => metrics.aborted(reason, phase),
+    onClosed: (room) => log.info(room, 'room closed'),
+  });
+  const metrics = createRouterMetrics({
+    modelName: modelName(config),
+    stats: () => rooms.stats(),
+    workers: () => seats.map((seat): WorkerTarget => ({ worker: seat.label, role: seat.role, http: seat.http })),
+  });
+
+  function onLinkEvent(event: ChannelEvent): void {
+    switch (event.type) {
+      case 'up':
+        return onUp(event.peer, event.address);
+      case 'lost':
+        return onLost(event.peer, event.address, event.why);
+      case 'message':
+        return onMessage(event.peer.epoch, event.message as WorkerToRouter);
+      case 'refused': {
+        const { address, field, ours, theirs } = event;
+        return log.error({ address, field, ours, theirs }, 'worker refused: it does not fit this router');
+      }
+      default:
+        event satisfies never;
+    }
+  }
+
+  function onUp(peer: Peer, address: string): void {
+    const seat = seats.find((candidate) => candidate.address === address);
+    if (seat === undefined) return;
+    if (peer.role !== seat.role) {
+      log.error({ worker: seat.label, address, role: peer.role }, 'this address belongs to a worker of another role');
+      return;
+    }
+    if (!live.has(peer.epoch)) {
+      const ref = { name: peer.name, epoch: peer.epoch, address: peer.fields['transfer'] ?? '' };
+      seat.view = { role: seat.role, ref, load: null, halves: new Set() };
+      live.set(peer.epoch, seat.view);
+    }
+    seat.http = peer.fields['http'] ?? null;
+    log.info({ worker: seat.label, address, epoch: peer.epoch }, 'worker up');
+    rooms.onLink({ type: 'worker_up', epoch: peer.epoch });
+  }
+
+  function onLost(peer: Peer, address: string, why: string): void {
+    if (!live.delete(peer.epoch)) return;
+    const seat = seats.find((candidate) => candidate.address === address);
+    if (seat?.view?.ref.epoch === peer.epoch) seat.view = null;
+    log.warn({ worker: seat?.label, address, epoch: peer.epoch, why }, 'worker lost');
+    rooms.onLink({ type: 'worker_lost', epoch: peer.epoch });
+  }
+
+  function onMessage(worker: Epoch, message: WorkerToRouter): void {
+    if (message.type !== 'load') return rooms.onLink({ type: 'message', epoch: worker, message });
+    const view = live.get(worker);
+    if (view !== undefined) view.load = message;
+  }
+
+  const app = createApp({
+    rooms,
+    tokenizer,
+    chat,
+    modelId: modelName(config),
+    contextLength: Math.min(config.limits.contextLength ?? maxPositions, maxPositions),
+    limits: defaultHttpLimits,
+    log,
+    metricsText: () => metrics.text(),
+    observe: metrics,
+  });
+  const timers = [
+    setInterval(() => rooms.tick(), TICK_MS),
+    setInterval(() => {
+      const mark = { type: 'mark', smallestSequence: rooms.smallestSequence() } as const;
+      for (const worker of live.keys()) connector.send(worker, 'control', mark);
+    }, MARK_MS),
+  ];
+
+  const stop = async (): Promise<void> => {
+    for (const timer of timers) clearInterval(timer);
+    await connector.close();
+    metrics.close();
+  };
+  try {
+    await app.listen({ host: config.host, port: config.port });
+  } catch (error) {
+    await stop();
+    throw error;
+  }
+  for (const seat of seats) connector.connect(seat.address, true);
+
+  return {
+    http: `http://${config.host}:${(app.server.address() as AddressInfo).port}`,
+    async close() {
+      await closeApp(app, DRAIN_MS);
+      await rooms.drain(UNWIND_MS);
+      await stop();
+    },
+  };
+}
+
+function newSeat(address: string, role: WorkerRole, index: number): Seat {
+  return { address, role, label: `${role}-${index}`, view: null, http: null };
+}

@@ -1,0 +1,648 @@
+/**
+ * The effect loop of both worker roles: the only reader of a scheduler's state and the only performer of its effects.
+ *
+ *     sockets, timer, GPU ──▶ inbox ──▶ step ──▶ effects ──▶ sockets, GPU
+ *                                        │
+ *                                        └──▶ next batch ──▶ engine
+ *
+ * Handlers only append to the inbox and ask for a turn. A turn drains what was there, performs the effects in order and
+ * starts a step if none is running. Nothing waits: a step and a read run beside the loop and come back as events.
+ */
+import { randomBytes } from 'node:crypto';
+import { once } from 'node:events';
+import { createServer, type Server } from 'node:http';
+import type { AddressInfo } from 'node:net';
+import { hostname } from 'node:os';
+import type { Logger } from 'pino';
+import { createDecode, nextDecodeBatch, statsDecode, stepDecode, type DecodeEvent } from '../scheduler/decode.ts';
+import { createPrefill, nextPrefillBatch, statsPrefill, stepPrefill, type PrefillEvent } from '../scheduler/prefill.ts';
+import type { DropCounts, SampledToken, UnitPlace, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
+import { openConnector, openListener, type ChannelEvent, type ChannelOptions, type Listener } from '../transfer/channel.ts';
+import { crc32c } from '../transfer/checksum.ts';
+import {
+  makeEpoch,
+  parseKey,
+  type ChunkMessage,
+  type Epoch,
+  type Instance,
+  type PeerMessage,
+  type RoomKey,
+  type RouterToWorker,
+} from '../transfer/messages.ts';
+import { setUpAdapter } from './adapter.ts';
+import { choosePageCount, modelName, type WorkerConfig, type WorkerRole } from './config.ts';
+import { openEngine, type Engine } from './engine.ts';
+import { createLogger } from './log.ts';
+import { createWorkerMetrics, METRICS_CONTENT_TYPE, type WorkerMetrics, type WorkerStats } from './metrics.ts';
+import { digestModel } from './model-digest.ts';
+import { reportProgress, type RunningRole } from './supervisor.ts';
+
+/** Deadlines and re-sends are judged this often. */
+const TICK_MS = 50;
+/** Load is reported to routers this often. */
+const LOAD_MS = 250;
+/** First re-send of an unanswered message, doubling up to the second. */
+const RESEND_MIN_MS = 100;
+const RESEND_MAX_MS = 2000;
+/** How often a half that makes its peer wait says so. */
+const STATUS_MS = 2000;
+/** Payload of one CHUNK; larger frames gain nothing on loopback. */
+const CHUNK_BYTES = 1 << 20;
+/** Bytes read back and not yet handed to the channel. */
+const STAGING_BYTES = 64 << 20;
+/** What one prefill worker may have under way to a decode worker. */
+const PEER_BUFFER_BYTES = 64 << 20;
+/** What one room may have under way. */
+const ROOM_WINDOW_BYTES = 8 << 20;
+/** Bounds of the send queue of one peer; the bytes are above every credit, so they bind only when a peer is sick. */
+const QUEUED_MESSAGES = 1 << 16;
+const QUEUED_BYTES = 256 << 20;
+/** Largest payload of a frame that is accepted. */
+const MAX_PAYLOAD_BYTES = 1 << 30;
+/** The last ABORT and `end` get this long to leave at shutdown. */
+const LINGER_MS = 500;
+/** A worker that was asked to stop waits so long for its rooms to end. */
+const DRAIN_MS = 2000;
+/** Then they are cancelled and unwind, which takes a step or a read at most. */
+const UNWIND_MS = 1000;
+
+type WorkerEvent = PrefillEvent | DecodeEvent;
+
+/** What the loop needs of a role. */
+interface Core {
+  step(event: WorkerEvent): WorkerEffect[];
+  /** Start the next step, if there is one: its size, and the tokens it will have sampled. */
+  next(): { rows: number; run: () => Promise<SampledToken[]> } | null;
+  /** Rooms that are not over. */
+  keys(): RoomKey[];
+  /** Gauges of the state; totals that only the loop knows are added by it. */
+  gauges(): CoreGauges;
+}
+
+interface CoreGauges {
+  readonly queues: WorkerStats['queues'];
+  readonly pages: WorkerStats['pages'];
+  readonly slots: WorkerStats['slots'];
+  readonly inFlightBytes: number;
+  readonly generatedTokensTotal: number;
+  readonly unacknowledged: WorkerStats['unacknowledged'];
+  readonly tombstones: number;
+  readonly ledgerViolationsTotal: number;
+  readonly drops: DropCounts;
+  readonly rooms: number;
+  readonly running: number;
+  readonly queuedTokens: number;
+  readonly pagesFree: number;
+  readonly draining: boolean;
+}
+
+/**
+ * Be a worker: load the model, listen, serve until `close`.
+ *
+ * @throws AdapterError, DeviceError, ConfigError or a loader error when it cannot start.
+ */
+export async function runWorker(config: WorkerConfig, role: WorkerRole): Promise<RunningRole> {
+  const log = createLogger({ role, level: config.logLevel });
+  const adapter = await setUpAdapter({ wanted: config.adapter, say: (line) => log.info({ detail: line }, 'adapter') });
+  Object.assign(process.env, adapter.environment);
+  const modelDigest = await digestModel(config.model);
+  const engine = await openWorkerEngine(config, role, adapter.name);
+  try {
+    return await serve({ config, role, log, engine, modelDigest, adapterName: adapter.name });
+  } catch (error) {
+    engine.close();
+    throw error;
+  }
+}
+
+async function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: string): Promise<Engine> {
+  const { limits } = config;
+  const engine = await openEngine({
+    modelDir: config.model,
+    adapterName,
+    maxRows: role === 'prefill' ? limits.prefillChunkTokens : limits.maxRunningRequests,
+    maxSequences: limits.maxRunningRequests,
+    ...(limits.contextLength === null ? {} : { contextTokens: limits.contextLength }),
+    choosePageCount: (sizes) => choosePageCount(limits, sizes),
+    slotCount: limits.maxRunningRequests,
+    onProgress: ({ stage, done, total }) =>
+      reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'pipelines' }),
+  });
+  if (engine.config.pageTokens !== limits.pageTokens) {
+    engine.close();
+    throw new Error(`this model's KV pages have ${engine.config.pageTokens} tokens, --page-tokens says ${limits.pageTokens}`);
+  }
+  return engine;
+}
+
+interface Service {
+  readonly config: WorkerConfig;
+  readonly role: WorkerRole;
+  readonly log: Logger;
+  readonly engine: Engine;
+  readonly modelDigest: string;
+  readonly adapterName: string;
+}
+
+async function serve(service: Service): Promise<RunningRole> {
+  const { config, role, log, engine, modelDigest } = service;
+  const now = (): number => performance.now();
+  const epoch = makeEpoch(Date.now(), randomBytes(4).readUInt32LE());
+
+  // ---- sockets: they only append to the inbox
+  const inbox: WorkerEvent[] = [];
+  const routers = new Set<Epoch>();
+  const linkOptions = (name: string, fields: Record<string, string>): Omit<ChannelOptions, 'onEvent'> => ({
+    role,
+    name,
+    epoch,
+    fields,
+    heartbeatMs: config.deadlines.heartbeatMs,
+    leaseMs: config.deadlines.leaseMs,
+    maxQueuedMessages: QUEUED_MESSAGES,
+    maxQueuedBytes: QUEUED_BYTES,
+    maxPayloadBytes: MAX_PAYLOAD_BYTES,
+    lingerMs: LINGER_MS,
+  });
+  const onPeerEvent = (event: ChannelEvent): void => {
+    const nowMs = now();
+    switch (event.type) {
+      case 'up':
+        return post({ type: 'peer_up', peer: event.peer, nowMs });
+      case 'lost':
+        log.warn({ peer: event.peer.name, epoch: event.peer.epoch, why: event.why }, 'peer lost');
+        return post({ type: 'peer_lost', peer: event.peer, nowMs });
+      case 'message': {
+        const message = event.message as PeerMessage;
+        return post({ type: 'peer_message', peer: event.peer, message, payload: event.payload, nowMs });
+      }
+      case 'refused':
+        return logRefusal(log, event);
+      default:
+        event satisfies never;
+    }
+  };
+  const onRouterEvent = (event: ChannelEvent): void => {
+    const nowMs = now();
+    switch (event.type) {
+      case 'up':
+        routers.add(event.peer.epoch);
+        log.info({ router: event.peer.name, epoch: event.peer.epoch }, 'router up');
+        return reportLoad();
+      case 'lost':
+        routers.delete(event.peer.epoch);
+        log.warn({ router: event.peer.name, epoch: event.peer.epoch, why: event.why }, 'router lost');
+        return post({ type: 'router_lost', router: event.peer.epoch, nowMs });
+      case 'message':
+        return post({ type: 'router_message', router: event.peer.epoch, message: event.message as RouterToWorker, nowMs });
+      case 'refused':
+        return logRefusal(log, event);
+      default:
+        event satisfies never;
+    }
+  };
+
+  const http = await listenHttp(config);
+  const httpUrl = `http://${config.host}:${(http.address() as AddressInfo).port}`;
+  // Stable over restarts at the same port, so that a newer epoch of this worker replaces the older one everywhere.
+  const name = `${role}@${hostname()}:${new URL(httpUrl).port}`;
+  const peerFields = { model: modelDigest, layout: JSON.stringify(engine.layout) };
+  const peers =
+    role === 'prefill'
+      ? await openListener({ ...linkOptions(name, peerFields), onEvent: onPeerEvent }, transferAddresses(config))
+      : openConnector({ ...linkOptions(name, peerFields), onEvent: onPeerEvent });
+  const transfer = 'address' in peers ? advertised(peers.address, config.advertiseHost) : undefined;
+  const control: Listener = await openListener(
+    {
+      ...linkOptions(name, { model: modelDigest, role, http: httpUrl, transfer: transfer ?? '' }),
+      onEvent: onRouterEvent,
+    },
+    { address: config.control, dataAddress: null },
+  );
+
+  // ---- the pure state
+  const core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
+  const staged = new Map<string, Uint8Array>();
+  const submittedMs = new Map<RoomKey, number>();
+  const moving = new Set<RoomKey>();
+  const totals = { sentBytes: 0, receivedBytes: 0, bootstrapFailures: 0, transferFailures: 0 };
+  const metrics = createWorkerMetrics({
+    role,
+    modelName: modelName(config),
+    adapter: service.adapterName,
+    pageTokens: engine.config.pageTokens,
+    stats: () => workerStats(core.gauges(), engine, totals),
+  });
+
+  // ---- turns
+  let turnAsked = false;
+  let stepping = false;
+  let closed = false;
+  let whenIdle: (() => void) | null = null;
+
+  /** Resolves when no room is left and no step runs, or after `limitMs`. */
+  function idle(limitMs: number): Promise<void> {
+    return new Promise((resolve) => {
+      const timer = setTimeout(resolve, limitMs);
+      whenIdle = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
+  }
+
+  function post(event: WorkerEvent): void {
+    inbox.push(event);
+    if (turnAsked || closed) return;
+    turnAsked = true;
+    setImmediate(turn);
+  }
+
+  function turn(): void {
+    turnAsked = false;
+    // What the effects of this turn append (a write that is done at once) waits for the next.
+    for (const event of inbox.splice(0)) {
+      if (event.type === 'router_message' && event.message.type === 'submit') submittedMs.set(event.message.key, now());
+      for (const effect of core.step(event)) perform(effect);
+    }
+    startStep();
+    if (!stepping && whenIdle !== null && core.gauges().rooms === 0) whenIdle();
+  }
+
+  function startStep(): void {
+    if (stepping) return;
+    const batch = core.next();
+    if (batch === null) return;
+    stepping = true;
+    const startMs = now();
+    batch.run().then((tokens) => {
+      stepping = false;
+      metrics.stepped({ seconds: (now() - startMs) / 1000, rows: batch.rows });
+      post({ type: 'step_done', tokens, nowMs: now() });
+    }, die);
+  }
+
+  function perform(effect: WorkerEffect): void {
+    switch (effect.type) {
+      case 'connect':
+        if ('connect' in peers) peers.connect(effect.address, false);
+        break;
+      case 'send': {
+        const { peer, socket, message } = effect;
+        const payload = message.type === 'CHUNK' ? takeStaged(message) : undefined;
+        if (payload !== undefined) {
+          totals.sentBytes += payload.byteLength;
+          moving.add(message.key);
+        }
+        peers.send(peer.epoch, socket, message, payload);
+        break;
+      }
+      case 'read':
+        read(effect.key, effect.firstUnit, effect.places);
+        break;
+      case 'discard':
+        for (let unit = 0; unit < effect.unitCount; unit++) staged.delete(stagedName(effect.key, effect.firstUnit + unit));
+        break;
+      case 'write': {
+        const { key, unit, place, payload } = effect;
+        if (place.kind === 'page') engine.writePage(place.page, payload);
+        else engine.writeSlot(place.slot, payload);
+        totals.receivedBytes += payload.byteLength;
+        moving.add(key);
+        // The queue has its own copy by now, ordered before every later step.
+        post({ type: 'written', key, unit, nowMs: now() });
+        break;
+      }
+      case 'report': {
+        const { router, message } = effect;
+        if (message.type === 'end') noteEnd(message.key, message);
+        control.send(router, 'control', message);
+        break;
+      }
+      case 'violation':
+        log.error({ room: effect.key, what: effect.what }, 'ledger violation: quarantined');
+        break;
+      default:
+        effect satisfies never;
+    }
+  }
+
+  function read(key: RoomKey, firstUnit: number, places: readonly UnitPlace[]): void {
+    const pages = places.flatMap((place) => (place.kind === 'page' ? [place.page] : []));
+    const slot = places.find((place) => place.kind === 'slot')?.slot ?? null;
+    engine.readUnits(pages, slot).then((units) => {
+      const checksums = units.map((bytes, index) => {
+        staged.set(stagedName(key, firstUnit + index), bytes);
+        return crc32c(bytes);
+      });
+      post({ type: 'read_done', key, firstUnit, checksums, nowMs: now() });
+    }, die);
+  }
+
+  /** The bytes of a chunk's units, which leave the staging with it. */
+  function takeStaged(message: ChunkMessage): Uint8Array {
+    const units = message.generations.map((_, index) => {
+      const unit = stagedName(message.key, message.firstUnit + index);
+      const bytes = staged.get(unit);
+      if (bytes === undefined) throw new Error(`unit ${unit} was sent without having been read`);
+      staged.delete(unit);
+      return bytes;
+    });
+    return units.length === 1 ? units[0]! : Buffer.concat(units);
+  }
+
+  function noteEnd(key: RoomKey, end: { outcome: { ok: boolean; reason?: string }; tokenCount: number }): void {
+    const known = submittedMs.delete(key);
+    const wasMoving = moving.delete(key);
+    if (!known) return; // a re-sent end, or the answer to a late submit
+    const { ok, reason } = end.outcome;
+    log.info({ room: key, ok, reason, tokens: end.tokenCount }, 'room ended');
+    const byClient = reason === 'client_lost' || reason === 'client_cancel';
+    if (ok || byClient || end.tokenCount > 0) return;
+    if (wasMoving) totals.transferFailures++;
+    else totals.bootstrapFailures++;
+  }
+
+  function reportLoad(): void {
+    const gauges = core.gauges();
+    const { maxRunningRequests, maxQueuedRequests } = config.limits;
+    for (const router of routers) {
+      control.send(router, 'control', {
+        type: 'load',
+        epoch,
+        rooms: gauges.rooms,
+        roomLimit: maxRunningRequests + maxQueuedRequests,
+        running: gauges.running,
+        queuedTokens: gauges.queuedTokens,
+        pagesFree: gauges.pagesFree,
+        pagesTotal: engine.pageCount,
+        draining: gauges.draining,
+      });
+    }
+  }
+
+  /** A lost device or a broken read: nothing on this worker can be trusted any more. The supervisor starts another. */
+  function die(error: unknown): void {
+    if (closed) return;
+    throw error;
+  }
+
+  engine.device.lost.catch(die);
+  const timers = [
+    setInterval(() => post({ type: 'tick', nowMs: now() }), TICK_MS),
+    setInterval(reportLoad, LOAD_MS),
+  ];
+  http.on('request', (request, response) => {
+    answer(request.url ?? '', { core, metrics, service, epoch, name }).then(({ status, type, body }) => {
+      response.writeHead(status, { 'content-type': type });
+      response.end(body);
+    }, die);
+  });
+
+  return {
+    http: httpUrl,
+    control: control.address,
+    transfer,
+    async close() {
+      post({ type: 'drain', nowMs: now() });
+      await idle(DRAIN_MS);
+      for (const key of core.keys()) {
+        const router = parseKey(key)?.router;
+        if (router === undefined) continue;
+        post({ type: 'router_message', router, message: { type: 'cancel', key, reason: 'shutdown' }, nowMs: now() });
+      }
+      await idle(UNWIND_MS);
+      closed = true;
+      for (const timer of timers) clearInterval(timer);
+      await Promise.all([peers.close(), control.close()]);
+      http.close();
+      http.closeAllConnections();
+      metrics.close();
+      engine.close();
+    },
+  };
+}
+
+// ---- roles
+
+function workerLimits({ config, engine, modelDigest }: Service): WorkerLimits {
+  const { limits, deadlines } = config;
+  return {
+    pageTokens: engine.config.pageTokens,
+    pageBytes: engine.pageBytes,
+    slotBytes: engine.slotBytes,
+    pageCount: engine.pageCount,
+    slotCount: engine.slotCount,
+    maxRooms: limits.maxRunningRequests + limits.maxQueuedRequests,
+    maxSequenceTokens: engine.contextTokens,
+    strictLedger: false,
+    modelDigest,
+    leaseMs: deadlines.leaseMs,
+    stallMs: deadlines.stallMs,
+    roomMs: deadlines.roomMs,
+    resendMinMs: RESEND_MIN_MS,
+    resendMaxMs: RESEND_MAX_MS,
+    statusMs: Math.min(STATUS_MS, deadlines.stallMs / 4),
+  };
+}
+
+function prefillCore(service: Service, self: Instance): Core {
+  const { engine } = service;
+  const state = createPrefill(
+    {
+      ...workerLimits(service),
+      prefillChunkTokens: service.config.limits.prefillChunkTokens,
+      maxChunkBytes: CHUNK_BYTES,
+      stagingBytes: STAGING_BYTES,
+    },
+    self,
+  );
+  return {
+    step: (event) => stepPrefill(state, event as PrefillEvent),
+    next() {
+      const batch = nextPrefillBatch(state);
+      if (batch === null) return null;
+      const sampling = batch.chunks.filter((chunk) => chunk.last);
+      return {
+        rows: batch.chunks.length,
+        async run() {
+          const tokens = await engine.prefill(batch);
+          return sampling.map((chunk, index) => ({ key: chunk.key, token: tokens[index]! }));
+        },
+      };
+    },
+    keys: () => [...state.live.keys()],
+    gauges() {
+      const stats = statsPrefill(state);
+      const { bootstrapping, waiting, computing, inflight, unwinding } = stats;
+      return {
+        ...commonGauges(stats),
+        queues: { prealloc: bootstrapping, transfer: 0, waiting, running: computing, inflight, unwinding },
+        pages: {
+          free: stats.pagesFree,
+          cached: 0,
+          running: 0,
+          prealloc: 0,
+          inflight: stats.pagesHeld,
+          quarantined: stats.pagesQuarantined,
+        },
+        inFlightBytes: stats.stagingBytes,
+        // The first token of every prompt is sampled here, and counted where it is delivered.
+        generatedTokensTotal: 0,
+        running: computing,
+        queuedTokens: stats.queuedTokens,
+      };
+    },
+  };
+}
+
+function decodeCore(service: Service, self: Instance): Core {
+  const { engine } = service;
+  const largestUnit = Math.max(engine.pageBytes, engine.slotBytes);
+  const state = createDecode(
+    {
+      ...workerLimits(service),
+      maxRunning: service.config.limits.maxRunningRequests,
+      peerBufferBytes: Math.max(PEER_BUFFER_BYTES, 4 * largestUnit),
+      roomWindowBytes: Math.max(ROOM_WINDOW_BYTES, largestUnit),
+    },
+    self,
+  );
+  return {
+    step: (event) => stepDecode(state, event as DecodeEvent),
+    next() {
+      const batch = nextDecodeBatch(state);
+      if (batch === null) return null;
+      return {
+        rows: batch.rows.length,
+        async run() {
+          const tokens = await engine.decode(batch);
+          return batch.rows.map((row, index) => ({ key: row.key, token: tokens[index]! }));
+        },
+      };
+    },
+    keys: () => [...state.live.keys()],
+    gauges() {
+      const stats = statsDecode(state);
+      const { prealloc, transfer, waiting, running, unwinding } = stats;
+      return {
+        ...commonGauges(stats),
+        queues: { prealloc, transfer, waiting, running, inflight: 0, unwinding },
+        pages: {
+          free: stats.pagesFree,
+          cached: 0,
+          running: stats.pagesRunning,
+          prealloc: stats.pagesPrealloc,
+          inflight: 0,
+          quarantined: stats.pagesQuarantined,
+        },
+        inFlightBytes: stats.creditBytes,
+        generatedTokensTotal: stats.generatedTokens,
+        running,
+        queuedTokens: 0,
+      };
+    },
+  };
+}
+
+function commonGauges(stats: ReturnType<typeof statsPrefill> | ReturnType<typeof statsDecode>): Omit<
+  CoreGauges,
+  'queues' | 'pages' | 'inFlightBytes' | 'generatedTokensTotal' | 'running' | 'queuedTokens'
+> {
+  return {
+    slots: { free: stats.slotsFree, used: stats.slotsHeld },
+    unacknowledged: { peer: stats.unackedToPeers, router: stats.unackedToRouters },
+    tombstones: stats.tombstones,
+    ledgerViolationsTotal: stats.violations,
+    drops: stats.drops,
+    rooms: stats.rooms,
+    pagesFree: stats.pagesFree,
+    draining: stats.draining,
+  };
+}
+
+function workerStats(
+  gauges: CoreGauges,
+  engine: Engine,
+  totals: { sentBytes: number; receivedBytes: number; bootstrapFailures: number; transferFailures: number },
+): WorkerStats {
+  const { drops } = gauges;
+  return {
+    queues: gauges.queues,
+    pages: gauges.pages,
+    slots: gauges.slots,
+    sentBytesTotal: totals.sentBytes,
+    receivedBytesTotal: totals.receivedBytes,
+    inFlightBytes: gauges.inFlightBytes,
+    prefilledTokensTotal: engine.prefilledTokens(),
+    cachedTokensTotal: 0,
+    generatedTokensTotal: gauges.generatedTokensTotal,
+    bootstrapFailuresTotal: totals.bootstrapFailures,
+    transferFailuresTotal: totals.transferFailures,
+    checksumFailuresTotal: drops.badChecksum,
+    droppedMessagesTotal: {
+      late: drops.late,
+      duplicate: drops.duplicate,
+      unknown: drops.unknown,
+      stale_epoch: drops.staleEpoch,
+      protocol: drops.protocol,
+      ignored: drops.ignored,
+    },
+    unacknowledged: gauges.unacknowledged,
+    tombstones: gauges.tombstones,
+    ledgerViolationsTotal: gauges.ledgerViolationsTotal,
+  };
+}
+
+// ---- small parts
+
+function stagedName(key: RoomKey, unit: number): string {
+  return `${key}#${unit}`;
+}
+
+function transferAddresses(config: WorkerConfig): { address: string; dataAddress: string } {
+  return {
+    address: config.transfer,
+    dataAddress: config.transferData ?? config.transfer.replace(/:[^:]*$/, ':0'),
+  };
+}
+
+/** The address that peers are told: the bound one, under another host if one is advertised. */
+function advertised(address: string, host: string | null): string {
+  return host === null ? address : `tcp://${host}:${address.slice(address.lastIndexOf(':') + 1)}`;
+}
+
+function logRefusal(log: Logger, event: Extract<ChannelEvent, { type: 'refused' }>): void {
+  const { address, field, ours, theirs } = event;
+  log.error({ address, field, ours, theirs }, 'link refused: the two sides do not fit together');
+}
+
+async function listenHttp(config: WorkerConfig): Promise<Server> {
+  const server = createServer();
+  server.listen(config.port, config.host);
+  await once(server, 'listening');
+  return server;
+}
+
+/** A worker's own HTTP: what it is and how it does. */
+async function answer(
+  url: string,
+  of: { core: Core; metrics: WorkerMetrics; service: Service; epoch: Epoch; name: string },
+): Promise<{ status: number; type: string; body: string }> {
+  const json = 'application/json; charset=utf-8';
+  switch (url.split('?')[0]) {
+    case '/metrics':
+      return { status: 200, type: METRICS_CONTENT_TYPE, body: await of.metrics.text() };
+    case '/health': {
+      const { draining, rooms } = of.core.gauges();
+      const { role, config, adapterName } = of.service;
+      const status = draining ? 'draining' : 'ok';
+      const body = { status, role, name: of.name, epoch: of.epoch, model: modelName(config), adapter: adapterName, rooms };
+      return { status: draining ? 503 : 200, type: json, body: JSON.stringify(body) };
+    }
+    default: {
+      const error = { message: 'This worker serves /health and /metrics; the API is at the router.', type: 'invalid_request_error', param: null, code: 'not_found' };
+      return { status: 404, type: json, body: JSON.stringify({ error }) };
+    }
+  }
+}
