@@ -9,6 +9,7 @@
  * Headers are held back until there is something to send, so that an error before the first token has its
  * true status. Everything the app needs is handed to `createApp`; nothing here is global.
  */
+import { isUtf8 } from 'node:buffer';
 import { randomBytes, randomInt, randomUUID } from 'node:crypto';
 import type { IncomingMessage } from 'node:http';
 import type { Socket } from 'node:net';
@@ -171,7 +172,9 @@ export function createApp(options: AppOptions): FastifyInstance {
     return503OnClosing: false,
     genReqId: requestIdOf,
     clientErrorHandler: answerBrokenRequest,
-    frameworkErrors: (error, _request, reply) => void sendError(reply, toApiError(error, log)),
+    frameworkErrors: (error, request, reply) => {
+      void sendError(reply.header('x-request-id', request.id), toApiError(error, log));
+    },
   });
   const context: AppContext = {
     ...options,
@@ -198,10 +201,11 @@ export function createApp(options: AppOptions): FastifyInstance {
   });
   app.addHook('onRequest', async (request, reply) => {
     reply.header('x-request-id', request.id);
-  });
-  app.addHook('onResponse', async (request, reply) => {
-    const statusCode = reply.raw.writableFinished ? reply.raw.statusCode : 499;
-    observe.responded(request.routeOptions.url ?? 'unknown', statusCode);
+    const { raw } = reply;
+    // Not an onResponse hook: those stay silent when the client closes first.
+    raw.once('close', () => {
+      observe.responded(request.routeOptions.url ?? 'unknown', raw.writableFinished ? raw.statusCode : 499);
+    });
   });
 
   app.removeAllContentTypeParsers();
@@ -728,8 +732,7 @@ function requestIdOf(request: { headers: IncomingMessage['headers'] }): string {
 
 /** A request body as JSON. Throws `ApiError` 400 for anything that is not JSON in UTF-8 or is nested too deeply. */
 function parseBody(body: Buffer): unknown {
-  const { isUtf8 } = Buffer as unknown as { isUtf8?: (bytes: Uint8Array) => boolean };
-  if (isUtf8 !== undefined && !isUtf8(body)) throw new ApiError('invalid_json', 'The request body is not valid UTF-8.');
+  if (!isUtf8(body)) throw new ApiError('invalid_json', 'The request body is not valid UTF-8.');
   if (nestingDepth(body) > maxJsonDepth) {
     throw new ApiError('invalid_json', `The request body is nested deeper than ${maxJsonDepth} levels.`);
   }

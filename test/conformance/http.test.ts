@@ -1,0 +1,924 @@
+/**
+ * The HTTP side over real sockets, with the openai client and with raw requests, against rooms whose tokens,
+ * ends and faults the test decides.
+ */
+import assert from 'node:assert/strict';
+import { once } from 'node:events';
+import { readFileSync } from 'node:fs';
+import { connect } from 'node:net';
+import type { AddressInfo, Socket } from 'node:net';
+import { setImmediate as nextTurn } from 'node:timers/promises';
+import { after, afterEach, before, describe, test } from 'node:test';
+import { fileURLToPath } from 'node:url';
+import type { FastifyInstance } from 'fastify';
+import OpenAI from 'openai';
+import { pino } from 'pino';
+import { loadChatEncoding } from '../../model/chat.ts';
+import { loadTokenizer } from '../../model/tokenizer.ts';
+import { ApiError } from '../../server/errors.ts';
+import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
+import type { HttpLimits, RequestObserver } from '../../server/http.ts';
+import type { RoomHandle, RoomOutcome, RoomRequest, Rooms } from '../../server/rooms.ts';
+
+const modelDirectory = fileURLToPath(new URL('../../model/nano', import.meta.url));
+const tokenizer = loadTokenizer(modelDirectory);
+const chat = loadChatEncoding(modelDirectory);
+const contextLength = 4096;
+
+interface Sample {
+  thinking: boolean;
+  messages: OpenAI.ChatCompletionMessageParam[];
+  tools: OpenAI.ChatCompletionFunctionTool[] | null;
+  prompt_ids: number[];
+  output_ids: number[];
+  output_text: string;
+}
+
+const samples = readFileSync(new URL('../data/nano-samples.jsonl', import.meta.url), 'utf8')
+  .trim()
+  .split('\n')
+  .map((line) => JSON.parse(line) as Sample);
+
+/** One room, driven by the test. */
+class Room implements RoomHandle {
+  readonly request: RoomRequest;
+  readonly #sink: Parameters<Rooms['start']>[1];
+  readonly cancelled: Promise<'client_lost' | 'stop_string'>;
+  #resolveCancelled!: (reason: 'client_lost' | 'stop_string') => void;
+  cancelReason: 'client_lost' | 'stop_string' | null = null;
+  cancelCount = 0;
+
+  constructor(request: RoomRequest, sink: Parameters<Rooms['start']>[1]) {
+    this.request = request;
+    this.#sink = sink;
+    this.cancelled = new Promise((resolve) => {
+      this.#resolveCancelled = resolve;
+    });
+  }
+
+  cancel(reason: 'client_lost' | 'stop_string'): void {
+    this.cancelCount += 1;
+    if (this.cancelReason !== null) return;
+    this.cancelReason = reason;
+    this.#resolveCancelled(reason);
+    setImmediate(() => this.#sink.onEnd({ kind: 'cancelled', reason: 'client_lost' }));
+  }
+
+  tokens(ids: number[]): void {
+    if (this.cancelReason === null) this.#sink.onTokens(ids);
+  }
+
+  text(text: string): void {
+    this.tokens(tokenizer.encode(text));
+  }
+
+  end(outcome: RoomOutcome): void {
+    if (this.cancelReason === null) this.#sink.onEnd(outcome);
+  }
+
+  /** The rest of an answer that ends by itself. */
+  finish(text: string): void {
+    this.text(text);
+    this.tokens([tokenizer.eosId]);
+    this.end({ kind: 'stop' });
+  }
+}
+
+/** Rooms whose answers the test gives: by hand through `next`, or through `script`. */
+class ScriptedRooms implements Rooms {
+  isReady = true;
+  refusal: ApiError | null = null;
+  /** Run for every room, after `start` has returned. */
+  script: ((room: Room) => void) | null = null;
+  startCount = 0;
+  readonly #rooms: Room[] = [];
+  readonly #waiting: ((room: Room) => void)[] = [];
+
+  start(request: RoomRequest, sink: Parameters<Rooms['start']>[1]): RoomHandle {
+    if (this.refusal !== null) throw this.refusal;
+    this.startCount += 1;
+    const room = new Room(request, sink);
+    const waiting = this.#waiting.shift();
+    if (waiting !== undefined) waiting(room);
+    else this.#rooms.push(room);
+    const { script } = this;
+    if (script !== null) setImmediate(() => script(room));
+    return room;
+  }
+
+  ready(): boolean {
+    return this.isReady;
+  }
+
+  /** The next room that starts. */
+  next(): Promise<Room> {
+    const room = this.#rooms.shift();
+    return room === undefined ? new Promise((resolve) => this.#waiting.push(resolve)) : Promise.resolve(room);
+  }
+
+  reset(): void {
+    this.isReady = true;
+    this.refusal = null;
+    this.script = null;
+    this.startCount = 0;
+    this.#rooms.length = 0;
+  }
+}
+
+interface Observed {
+  responded: [string, number][];
+  rejected: string[];
+  firstTokens: number;
+  laterTokens: number;
+  finished: Parameters<RequestObserver['finished']>[0][];
+}
+
+/** An app on a free port, its rooms, and what its metrics were told. */
+async function listen(limits: Partial<HttpLimits> = {}) {
+  const rooms = new ScriptedRooms();
+  const observed: Observed = { responded: [], rejected: [], firstTokens: 0, laterTokens: 0, finished: [] };
+  const responses: (() => void)[] = [];
+  const app = createApp({
+    rooms,
+    tokenizer,
+    chat,
+    modelId: 'nano',
+    contextLength,
+    limits: { ...defaultHttpLimits, ...limits },
+    log: pino({ level: 'silent' }),
+    metricsText: () => Promise.resolve('handoff_up 1\n'),
+    observe: {
+      responded(route, status) {
+        observed.responded.push([route, status]);
+        for (const resolve of responses.splice(0)) resolve();
+      },
+      rejected: (code) => observed.rejected.push(code),
+      firstToken: () => (observed.firstTokens += 1),
+      betweenTokens: () => (observed.laterTokens += 1),
+      finished: (request) => observed.finished.push(request),
+    },
+  });
+  await app.listen({ host: '127.0.0.1', port: 0 });
+  const { port } = app.server.address() as AddressInfo;
+  /** Resolves when the next HTTP exchange is over. */
+  const nextResponse = () => new Promise<void>((resolve) => responses.push(resolve));
+  return { app, rooms, observed, nextResponse, port, url: `http://127.0.0.1:${port}` };
+}
+
+let server: Awaited<ReturnType<typeof listen>>;
+let client: OpenAI;
+const extraApps: FastifyInstance[] = [];
+
+/** A second app with limits of its own, closed after the test. */
+async function listenWith(limits: Partial<HttpLimits>) {
+  const other = await listen(limits);
+  extraApps.push(other.app);
+  return other;
+}
+
+before(async () => {
+  server = await listen();
+  client = new OpenAI({ baseURL: `${server.url}/v1`, apiKey: 'none', maxRetries: 0 });
+});
+afterEach(async () => {
+  server.rooms.reset();
+  for (const app of extraApps.splice(0)) await closeApp(app, 0);
+});
+after(() => closeApp(server.app, 0));
+
+const messages: OpenAI.ChatCompletionMessageParam[] = [{ role: 'user', content: 'hi' }];
+const plain = { model: 'nano', messages, chat_template_kwargs: { thinking: false } } as const;
+
+interface ErrorBody {
+  error: { message: string; type: string; param: string | null; code: string };
+}
+
+function post(
+  path: string,
+  body: unknown,
+  init: { base?: string; headers?: Record<string, string>; signal?: AbortSignal } = {},
+) {
+  return fetch(`${init.base ?? server.url}${path}`, {
+    method: 'POST',
+    headers: { 'content-type': 'application/json', ...init.headers },
+    body: typeof body === 'string' || body instanceof Uint8Array ? (body as string) : JSON.stringify(body),
+    ...(init.signal === undefined ? {} : { signal: init.signal }),
+  });
+}
+
+async function errorOf(response: Response): Promise<ErrorBody['error'] & { status: number }> {
+  const { error } = (await response.json()) as ErrorBody;
+  assert.deepEqual(Object.keys(error), ['message', 'type', 'param', 'code']);
+  return { status: response.status, ...error };
+}
+
+/** The data of each event of a stream. Every line must be `data: …` or blank, as the load generators need it. */
+function eventsOf(text: string): string[] {
+  return text
+    .split('\n')
+    .filter((line) => line !== '')
+    .map((line) => {
+      assert.ok(line.startsWith('data: '), JSON.stringify(line));
+      return line.slice('data: '.length);
+    });
+}
+
+/** A raw connection that has sent one request and whose answer nobody reads until the test does. */
+function rawPost(port: number, path: string, body: object): Socket {
+  const text = JSON.stringify(body);
+  const socket = connect(port, '127.0.0.1');
+  socket.pause();
+  socket.write(
+    `POST ${path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: ${Buffer.byteLength(text)}\r\n\r\n${text}`,
+  );
+  return socket;
+}
+
+/** What the official, strict parser makes of a sample's output: the independent reading of the answer. */
+function strictParse(sample: Sample): {
+  reasoning: string | undefined;
+  content: string;
+  calls: { name: string; arguments: string }[];
+} {
+  let rest = sample.output_text.replace('<｜end▁of▁sentence｜>', '');
+  let reasoning: string | undefined;
+  if (sample.thinking) {
+    const end = rest.indexOf('</think>');
+    reasoning = rest.slice(0, end);
+    rest = rest.slice(end + '</think>'.length);
+  }
+  const block = rest.indexOf('\n\n<｜DSML｜tool_calls>');
+  const content = block < 0 ? rest : rest.slice(0, block);
+  const calls = [...rest.matchAll(/<｜DSML｜invoke name="([^"]+)">\n(.*?)<\/｜DSML｜invoke>/gs)].map(
+    ([, name, body]) => {
+      const pairs = [
+        ...body!.matchAll(/<｜DSML｜parameter name="([^"]+)" string="(true|false)">(.*?)<\/｜DSML｜parameter>/gs),
+      ];
+      const members = pairs.map(
+        ([, key, isString, value]) => `"${key}": ${isString === 'true' ? JSON.stringify(value) : value}`,
+      );
+      return { name: name!, arguments: `{${members.join(', ')}}` };
+    },
+  );
+  return { reasoning: reasoning === '' ? undefined : reasoning, content, calls };
+}
+
+/** A script that answers the prompt of each sample with its output, `batch` tokens at a time. */
+function answerSamples(batch: number): (room: Room) => void {
+  return (room) => {
+    const key = JSON.stringify(room.request.promptTokens);
+    const sample = samples.find((candidate) => JSON.stringify(candidate.prompt_ids) === key);
+    if (sample === undefined)
+      return room.end({ kind: 'failed', error: new ApiError('internal_error', 'No such sample.') });
+    for (let start = 0; start < sample.output_ids.length; start += batch) {
+      room.tokens(sample.output_ids.slice(start, start + batch));
+    }
+    room.end({ kind: 'stop' });
+  };
+}
+
+describe('the samples of the embedded model', () => {
+  test('are tokenized as the model was trained', async () => {
+    assert.ok(samples.length > 50);
+    for (const { messages: conversation, tools, thinking, prompt_ids: ids } of samples) {
+      const body = { messages: conversation, tools, chat_template_kwargs: { thinking } };
+      const response = await post('/tokenize', body);
+      assert.deepEqual(await response.json(), { tokens: ids, count: ids.length, max_model_len: contextLength });
+    }
+  });
+
+  test('are answered with the text of the model when special tokens are kept', async () => {
+    for (const batch of [1, 4]) {
+      server.rooms.script = answerSamples(batch);
+      for (const sample of samples) {
+        const request = {
+          model: 'nano',
+          prompt: sample.prompt_ids,
+          max_tokens: 200,
+          temperature: 0,
+          skip_special_tokens: false,
+        };
+        const whole = await client.completions.create(request);
+        assert.equal(whole.choices[0]?.text, sample.output_text);
+        assert.equal(whole.usage?.completion_tokens, sample.output_ids.length);
+        let text = '';
+        for await (const chunk of await client.completions.create({ ...request, stream: true })) {
+          text += chunk.choices[0]?.text ?? '';
+        }
+        assert.equal(text, sample.output_text);
+      }
+    }
+  });
+
+  test('are answered with the content, reasoning and calls that the strict parser reads', async () => {
+    for (const batch of [1, 3]) {
+      server.rooms.script = answerSamples(batch);
+      for (const sample of samples) {
+        const expected = strictParse(sample);
+        const request = {
+          model: 'nano',
+          messages: sample.messages,
+          temperature: 0,
+          chat_template_kwargs: { thinking: sample.thinking },
+          ...(sample.tools === null ? {} : { tools: sample.tools }),
+        };
+        const whole = await client.chat.completions.create(request);
+        const runner = client.chat.completions.stream(request);
+        // The helper does not sum fields it does not know.
+        let reasoning = '';
+        runner.on('chunk', ({ choices }) => {
+          const delta = choices[0]?.delta as { reasoning_content?: string } | undefined;
+          reasoning += delta?.reasoning_content ?? '';
+        });
+        const streamed = await runner.finalChatCompletion();
+        assert.equal(reasoning, expected.reasoning ?? '');
+        const wholeMessage = whole.choices[0]?.message as { reasoning_content?: string };
+        assert.equal(wholeMessage.reasoning_content, expected.reasoning);
+        for (const { choices } of [whole, streamed]) {
+          const { message, finish_reason: finishReason } = choices[0]!;
+          const calls = (message.tool_calls ?? []).map((call) => {
+            assert.ok(call.type === 'function');
+            assert.match(call.id, /^call_[0-9a-f]{24}$/);
+            return { name: call.function.name, arguments: call.function.arguments };
+          });
+          assert.equal(message.content ?? '', expected.content);
+          assert.deepEqual(calls, expected.calls);
+          assert.equal(finishReason, expected.calls.length > 0 ? 'tool_calls' : 'stop');
+        }
+      }
+    }
+  });
+});
+
+describe('a request', () => {
+  test('reaches its room with prompt, sampling and limits', async () => {
+    const answer = post('/v1/completions', {
+      ...{ model: 'nano', prompt: [5, 6, 7], max_tokens: 9, temperature: 0.5, top_p: 0.9, top_k: 4, min_p: 0.1 },
+      ...{ seed: 42, stop_token_ids: [9] },
+    });
+    const room = await server.rooms.next();
+    const { requestId, ...rest } = room.request;
+    assert.match(requestId, /^cmpl-[0-9a-f]{32}$/);
+    assert.deepEqual(rest, {
+      promptTokens: [5, 6, 7],
+      sampling: { temperature: 0.5, topP: 0.9, topK: 4, minP: 0.1, seed: 42 },
+      maxTokens: 9,
+      stopTokenIds: [tokenizer.eosId, 9],
+    });
+    room.tokens([...tokenizer.encode('ok'), 9]);
+    room.end({ kind: 'stop' });
+    const body = (await (await answer).json()) as OpenAI.Completion;
+    assert.equal(body.id, requestId);
+    assert.deepEqual(body.choices[0], { index: 0, text: 'ok', logprobs: null, finish_reason: 'stop', matched_stop: 9 });
+  });
+
+  test('that ignores the end of sentence goes on past it', async () => {
+    const answer = post('/v1/chat/completions', { ...plain, ignore_eos: true, max_tokens: 5 });
+    const room = await server.rooms.next();
+    assert.deepEqual(room.request.stopTokenIds, []);
+    room.tokens([...tokenizer.encode('a'), tokenizer.eosId, ...tokenizer.encode('b')]);
+    room.end({ kind: 'length' });
+    const { choices } = (await (await answer).json()) as OpenAI.ChatCompletion;
+    assert.equal(choices[0]?.message.content, 'ab');
+    assert.equal(choices[0]?.finish_reason, 'length');
+  });
+
+  test('without a seed gets one of 32 bits', async () => {
+    const answer = post('/v1/completions', { prompt: 'a' });
+    const room = await server.rooms.next();
+    const { seed } = room.request.sampling;
+    assert.ok(Number.isInteger(seed) && seed >= 0 && seed < 2 ** 32);
+    room.finish('b');
+    await (await answer).json();
+  });
+
+  test('gets its own id back, or a new one where that is not plain', async () => {
+    const echoed = await fetch(`${server.url}/health`, { headers: { 'x-request-id': 'abc-1' } });
+    assert.equal(echoed.headers.get('x-request-id'), 'abc-1');
+    const replaced = await fetch(`${server.url}/nowhere`, { headers: { 'x-request-id': 'a b' } });
+    assert.match(replaced.headers.get('x-request-id') ?? '', /^[0-9a-f-]{36}$/);
+    const answer = post('/v1/chat/completions', { ...plain, stream: true }, { headers: { 'x-request-id': 'label-2' } });
+    const room = await server.rooms.next();
+    assert.ok(!room.request.requestId.includes('label'));
+    room.finish('x');
+    const response = await answer;
+    assert.equal(response.headers.get('x-request-id'), 'label-2');
+    await response.text();
+  });
+});
+
+describe('a stream', () => {
+  test('is role, deltas, finish, usage and [DONE], with headers only at the first token', async () => {
+    const answer = post('/v1/chat/completions', { ...plain, stream: true, stream_options: { include_usage: true } });
+    const room = await server.rooms.next();
+    const first = await Promise.race([answer, nextTurn('silence' as const)]);
+    assert.equal(first, 'silence');
+    room.text('Hi');
+    const response = await answer;
+    assert.equal(response.status, 200);
+    assert.equal(response.headers.get('content-type'), 'text/event-stream; charset=utf-8');
+    assert.equal(response.headers.get('cache-control'), 'no-cache, no-transform');
+    room.finish('.');
+    const events = eventsOf(await response.text());
+    assert.equal(events.at(-1), '[DONE]');
+    const chunks = events.slice(0, -1).map((event) => JSON.parse(event) as OpenAI.ChatCompletionChunk);
+    assert.equal(new Set(chunks.map(({ id, created, model }) => `${id} ${created} ${model}`)).size, 1);
+    assert.deepEqual(
+      chunks.map(({ choices }) => choices[0]?.delta),
+      [{ role: 'assistant', content: '' }, ...deltasOf('Hi'), ...deltasOf('.'), {}, undefined],
+    );
+    assert.deepEqual(chunks.map(({ choices }) => choices[0]?.finish_reason).slice(-3), [null, 'stop', undefined]);
+    assert.equal(chunks.at(-1)?.usage?.prompt_tokens, room.request.promptTokens.length);
+    assert.ok(chunks.slice(0, -1).every(({ usage }) => usage === null));
+  });
+
+  /** What one push of these tokens adds. */
+  function deltasOf(text: string): object[] {
+    return [{ content: text }];
+  }
+
+  test('that ends without a token still has role, finish and [DONE]', async () => {
+    const answer = post('/v1/chat/completions', { ...plain, stream: true });
+    (await server.rooms.next()).finish('');
+    const events = eventsOf(await (await answer).text());
+    assert.equal(events.length, 3);
+    assert.ok(events[0]?.includes('"role":"assistant"'));
+    assert.ok(events[1]?.includes('"finish_reason":"stop"'));
+  });
+
+  test('that fails before its first token is a plain error, and the client may retry', async () => {
+    const answer = post('/v1/chat/completions', { ...plain, stream: true });
+    const room = await server.rooms.next();
+    room.end({ kind: 'failed', error: new ApiError('prefill_timeout', 'Too late.') });
+    const response = await answer;
+    assert.match(response.headers.get('retry-after') ?? '', /^[1-9]\d*$/);
+    assert.deepEqual(await errorOf(response), {
+      status: 504,
+      message: 'Too late.',
+      type: 'timeout_error',
+      param: null,
+      code: 'prefill_timeout',
+    });
+  });
+
+  test('that fails after its first token sends the error and [DONE], which the client throws', async () => {
+    server.rooms.script = (room) => {
+      room.text('Hi');
+      room.end({ kind: 'cancelled', reason: 'peer_lost' });
+    };
+    const stream = await client.chat.completions.create({ ...plain, stream: true });
+    let text = '';
+    await assert.rejects(
+      async () => {
+        for await (const chunk of stream) text += chunk.choices[0]?.delta.content ?? '';
+      },
+      (error) => error instanceof OpenAI.APIError && error.code === 'kv_transfer_failed',
+    );
+    assert.equal(text, 'Hi');
+    const response = await post('/v1/completions', { prompt: 'a', stream: true });
+    const events = eventsOf(await response.text());
+    assert.equal((JSON.parse(events.at(-2)!) as ErrorBody).error.code, 'kv_transfer_failed');
+    assert.equal(events.at(-1), '[DONE]');
+  });
+
+  test('ends at a stop string without waiting for the room, and never shows what follows', async () => {
+    const answer = post('/v1/completions', { prompt: 'a', stream: true, stop: ['END'] });
+    const room = await server.rooms.next();
+    room.text('one EN');
+    room.text('D two');
+    assert.equal(await room.cancelled, 'stop_string');
+    const events = eventsOf(await (await answer).text());
+    const choices = events.slice(0, -1).map((event) => (JSON.parse(event) as OpenAI.Completion).choices[0]!);
+    assert.equal(choices.map(({ text }) => text).join(''), 'one ');
+    assert.equal(choices.at(-1)?.finish_reason, 'stop');
+    assert.equal(room.cancelCount, 1);
+  });
+
+  test('that stays silent gets its headers and blank lines', async () => {
+    const { rooms, url } = await listenWith({ firstByteMs: 5, heartbeatMs: 5 });
+    const answer = post('/v1/chat/completions', { ...plain, stream: true }, { base: url });
+    const room = await rooms.next();
+    const response = await answer;
+    const reader = response.body!.getReader();
+    const first = await reader.read();
+    assert.match(Buffer.from(first.value!).toString(), /^\n+$/);
+    room.end({ kind: 'failed', error: new ApiError('decode_timeout', 'Too late.') });
+    let rest = '';
+    for (let part = await reader.read(); !part.done; part = await reader.read())
+      rest += Buffer.from(part.value).toString();
+    const events = eventsOf(rest);
+    assert.equal(events.length, 2);
+    assert.ok(events[0]?.includes('decode_timeout'));
+  });
+
+  test('whose reader takes nothing is dropped at the limit, and others go on', async () => {
+    const { rooms, url, port, observed } = await listenWith({ maxBufferedBytes: 32 * 1024 });
+    const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
+    const slow = await rooms.next();
+    const answer = post('/v1/completions', { prompt: 'b' }, { base: url });
+    const other = await rooms.next();
+    const ids = tokenizer.encode('word ');
+    while (slow.cancelReason === null) {
+      for (let count = 0; count < 500; count += 1) slow.tokens(ids);
+      await nextTurn();
+    }
+    assert.equal(slow.cancelReason, 'client_lost');
+    other.finish('fine');
+    assert.equal(((await (await answer).json()) as OpenAI.Completion).choices[0]?.text, 'fine');
+    assert.deepEqual(
+      observed.finished.map(({ outcome }) => outcome),
+      ['cancelled', 'stop'],
+    );
+    socket.destroy();
+  });
+
+  test('to a slow reader is complete once it reads again', async () => {
+    const { rooms, port } = await listenWith({});
+    const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
+    const room = await rooms.next();
+    const [word] = tokenizer.encode('word');
+    const text = tokenizer.decode([word!]);
+    let count = 0;
+    // Far more than the socket takes at once, so that deltas have to wait and be joined.
+    for (; count < 60_000; count += 1) {
+      room.tokens([word!]);
+      if (count % 1000 === 0) await nextTurn();
+    }
+    room.end({ kind: 'length' });
+    let received = '';
+    socket.setEncoding('utf8');
+    socket.on('data', (part: string) => (received += part)).resume();
+    while (!received.includes('[DONE]')) await once(socket, 'data');
+    socket.destroy();
+    const words = [...received.matchAll(/"text":"([^"]*)"/g)].map(([, piece]) => piece).join('');
+    assert.equal(words.length, count * text.length);
+    assert.ok(received.split('data: ').length < count, 'no deltas were joined');
+  });
+});
+
+describe('a client that leaves', () => {
+  for (const stream of [true, false]) {
+    test(`before any token cancels its room (stream: ${stream})`, async () => {
+      const aborter = new AbortController();
+      const over = server.nextResponse();
+      const answer = post('/v1/chat/completions', { ...plain, stream }, { signal: aborter.signal });
+      const room = await server.rooms.next();
+      aborter.abort();
+      await assert.rejects(answer, { name: 'AbortError' });
+      assert.equal(await room.cancelled, 'client_lost');
+      await over;
+      assert.deepEqual(server.observed.responded.at(-1), ['/v1/chat/completions', 499]);
+      assert.equal(server.observed.finished.at(-1)?.outcome, 'cancelled');
+      assert.equal(room.cancelCount, 1);
+    });
+  }
+
+  test('in the middle of a stream cancels its room and no other', async () => {
+    const stream = await Promise.all([
+      client.chat.completions.create({ ...plain, stream: true }),
+      server.rooms.next().then((room) => {
+        room.text('Hi');
+        return room;
+      }),
+    ]);
+    const [leaving, room] = stream;
+    const staying = client.chat.completions.create({ ...plain });
+    const other = await server.rooms.next();
+    for await (const chunk of leaving) if (chunk.choices[0]?.delta.content) break;
+    assert.equal(await room.cancelled, 'client_lost');
+    other.finish('still here');
+    assert.equal((await staying).choices[0]?.message.content, 'still here');
+    assert.equal(other.cancelReason, null);
+  });
+
+  test('after [DONE] cancels nothing', async () => {
+    const over = server.nextResponse();
+    const socket = rawPost(server.port, '/v1/completions', { prompt: 'a', stream: true });
+    socket.setEncoding('utf8');
+    const room = await server.rooms.next();
+    room.finish('b');
+    let received = '';
+    socket.on('data', (part: string) => (received += part)).resume();
+    while (!received.includes('[DONE]')) await once(socket, 'data');
+    socket.destroy();
+    await over;
+    assert.equal(room.cancelReason, null);
+    assert.equal(server.observed.finished.at(-1)?.outcome, 'stop');
+  });
+
+  test('with thirty-one others cancels all of them', async () => {
+    const aborter = new AbortController();
+    const answers = Array.from({ length: 32 }, () =>
+      post('/v1/chat/completions', { ...plain, stream: true }, { signal: aborter.signal }).catch(() => null),
+    );
+    const rooms = await Promise.all(answers.map(() => server.rooms.next()));
+    aborter.abort();
+    const reasons = await Promise.all(rooms.map((room) => room.cancelled));
+    assert.ok(reasons.every((reason) => reason === 'client_lost'));
+    await Promise.all(answers);
+  });
+});
+
+describe('an error', () => {
+  const cases: [
+    name: string,
+    path: string,
+    body: string | object,
+    headers: Record<string, string>,
+    expected: object,
+  ][] = [
+    ['bad JSON', '/v1/chat/completions', '{"a":', {}, { status: 400, code: 'invalid_json', param: null }],
+    ['an empty body', '/v1/chat/completions', '', {}, { status: 400, code: 'invalid_json', param: null }],
+    ['a list', '/v1/chat/completions', '[]', {}, { status: 400, code: 'invalid_json', param: null }],
+    ['null', '/tokenize', 'null', {}, { status: 400, code: 'invalid_json', param: null }],
+    [
+      'deep nesting',
+      '/tokenize',
+      `{"a":${'['.repeat(65)}${']'.repeat(65)}}`,
+      {},
+      { status: 400, code: 'invalid_json', param: null },
+    ],
+    [
+      'a huge number',
+      '/v1/completions',
+      '{"prompt":"a","temperature":1e999}',
+      {},
+      { status: 400, code: 'invalid_value', param: 'temperature' },
+    ],
+    [
+      'a wrong field',
+      '/v1/completions',
+      { prompt: 'a', n: 2 },
+      {},
+      { status: 400, code: 'unsupported_parameter', param: 'n' },
+    ],
+    [
+      'an unknown model',
+      '/v1/chat/completions',
+      { ...plain, model: 'x' },
+      {},
+      { status: 404, code: 'model_not_found', param: 'model' },
+    ],
+    [
+      'text/plain',
+      '/v1/completions',
+      { prompt: 'a' },
+      { 'content-type': 'text/plain' },
+      { status: 415, code: 'unsupported_media_type', param: null },
+    ],
+    ['an unknown route', '/v1/embeddings', { input: 'a' }, {}, { status: 404, code: 'not_found', param: null }],
+    [
+      'an id outside the vocabulary',
+      '/detokenize',
+      { tokens: [1, 10 ** 9] },
+      {},
+      { status: 400, code: 'invalid_value', param: 'tokens[1]' },
+    ],
+    [
+      'a prompt of ids longer than the context',
+      '/v1/completions',
+      { prompt: Array(contextLength).fill(5), stream: true },
+      {},
+      { status: 400, code: 'context_length_exceeded', param: 'prompt' },
+    ],
+    [
+      'a text that cannot fit the context',
+      '/v1/chat/completions',
+      { messages: [{ role: 'user', content: 'a'.repeat(2_000_000) }] },
+      {},
+      { status: 400, code: 'context_length_exceeded', param: 'messages' },
+    ],
+  ];
+  for (const [name, path, body, headers, expected] of cases) {
+    test(`for ${name} has its status, code and field, and reserves nothing`, async () => {
+      const { status, code, param } = await errorOf(await post(path, body, { headers }));
+      assert.deepEqual({ status, code, param }, expected);
+      assert.equal(server.rooms.startCount, 0);
+    });
+  }
+
+  test('for a body without content type is 415', async () => {
+    const socket = connect(server.port, '127.0.0.1');
+    socket.setEncoding('utf8');
+    socket.write('POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n\r\n{}');
+    let received = '';
+    for await (const part of socket) received += part as string;
+    assert.match(received, /^HTTP\/1\.1 415 /);
+    assert.match(received, /"code":"unsupported_media_type"/);
+  });
+
+  test('for invalid UTF-8 is a 400, and a byte order mark is none', async () => {
+    const bad = Buffer.concat([Buffer.from('{"prompt":"'), Buffer.from([0xff]), Buffer.from('"}')]);
+    assert.equal((await errorOf(await post('/tokenize', bad))).code, 'invalid_json');
+    assert.equal((await post('/tokenize', '\uFEFF{"prompt":"a"}')).status, 200);
+  });
+
+  test('for a body over the limit is 413 and closes the connection', async () => {
+    const { url } = await listenWith({ maxBodyBytes: 1000 });
+    const response = await post('/tokenize', { prompt: 'a'.repeat(1000) }, { base: url });
+    assert.equal(response.headers.get('connection'), 'close');
+    assert.equal((await errorOf(response)).code, 'request_too_large');
+  });
+
+  test('for a wrong method is 405 and says what is allowed', async () => {
+    const response = await fetch(`${server.url}/v1/chat/completions`);
+    assert.equal(response.headers.get('allow'), 'POST');
+    assert.equal((await errorOf(response)).code, 'method_not_allowed');
+    assert.equal((await post('/v1/models/nano', {})).status, 405);
+  });
+
+  test('for bytes that are no HTTP has the same shape', async () => {
+    const socket = connect(server.port, '127.0.0.1');
+    socket.setEncoding('utf8');
+    socket.write('nonsense\r\n\r\n');
+    let received = '';
+    for await (const part of socket) received += part as string;
+    assert.match(received, /^HTTP\/1\.1 400 /);
+    assert.match(received, /"code":"bad_request"/);
+  });
+
+  test('for a full queue is 503 with a time to wait, streamed or not', async () => {
+    server.rooms.refusal = new ApiError('queue_full', 'The queue is full.', { retryAfterSeconds: 3 });
+    for (const stream of [true, false]) {
+      const response = await post('/v1/chat/completions', { ...plain, stream });
+      const waitSeconds = Number(response.headers.get('retry-after'));
+      assert.ok(Number.isInteger(waitSeconds) && waitSeconds >= 3 && waitSeconds <= 6);
+      const { status, code, type } = await errorOf(response);
+      assert.deepEqual({ status, code, type }, { status: 503, code: 'queue_full', type: 'overloaded_error' });
+    }
+    assert.equal(server.observed.rejected.at(-1), 'queue_full');
+  });
+
+  test('of our own making is a bare 500 that costs one request', async () => {
+    const faulty = {
+      length: 1,
+      [Symbol.iterator]() {
+        throw new Error('a fault with a secret');
+      },
+    } as unknown as number[];
+    server.rooms.script = (room) => room.tokens(faulty);
+    for (const stream of [true, false]) {
+      const { status, code, message } = await errorOf(await post('/v1/chat/completions', { ...plain, stream }));
+      assert.deepEqual({ status, code }, { status: 500, code: 'internal_error' });
+      assert.ok(!message.includes('secret'));
+    }
+    server.rooms.script = (room) => room.finish('fine');
+    assert.equal((await client.chat.completions.create({ ...plain })).choices[0]?.message.content, 'fine');
+  });
+
+  test('is read by the openai client with its message', async () => {
+    await assert.rejects(client.chat.completions.create({ ...plain, temperature: 9 }), (error) => {
+      assert.ok(error instanceof OpenAI.BadRequestError);
+      assert.equal(error.param, 'temperature');
+      assert.match(error.message, /temperature must be a number from 0 to 2/);
+      return true;
+    });
+  });
+});
+
+test('prototype keys in a body are ordinary unknown fields', async () => {
+  const response = await post('/tokenize', '{"prompt":"a","__proto__":{"x":1},"constructor":{"prototype":{}}}');
+  assert.equal(response.status, 200);
+});
+
+test('content types are taken with parameters and in any case', async () => {
+  const headers = { 'content-type': 'Application/JSON; charset=UTF-8' };
+  assert.equal((await post('/tokenize', { prompt: 'a' }, { headers })).status, 200);
+});
+
+test('the models are listed, found by name, and nothing else is', async () => {
+  const list = await client.models.list();
+  const { created, ...model } = list.data[0]! as OpenAI.Model & Record<string, unknown>;
+  assert.deepEqual(model, {
+    id: 'nano',
+    object: 'model',
+    owned_by: 'handoff',
+    root: 'nano',
+    parent: null,
+    max_model_len: contextLength,
+  });
+  assert.equal((await client.models.retrieve('nano')).created, created);
+  await assert.rejects(client.models.retrieve('deepseek/v4'), OpenAI.NotFoundError);
+});
+
+test('health follows the workers', async () => {
+  const healthy = await fetch(`${server.url}/health`);
+  assert.equal(healthy.status, 200);
+  assert.deepEqual(await healthy.json(), { status: 'ok' });
+  server.rooms.isReady = false;
+  const response = await fetch(`${server.url}/health`);
+  assert.ok(response.headers.has('retry-after'));
+  assert.deepEqual((await errorOf(response)).code, 'engine_unavailable');
+});
+
+test('metrics are text, with and without a slash', async () => {
+  for (const path of ['/metrics', '/metrics/']) {
+    const response = await fetch(`${server.url}${path}`);
+    assert.equal(response.headers.get('content-type'), 'text/plain; version=0.0.4; charset=utf-8');
+    assert.equal(await response.text(), 'handoff_up 1\n');
+  }
+});
+
+test('text survives tokenize and detokenize, alone and in lists', async () => {
+  const texts = ['Hello 世界 😀', '<｜User｜>'];
+  const { tokens, count } = (await (await post('/v1/tokenize', { prompt: texts })).json()) as {
+    tokens: number[][];
+    count: number[];
+  };
+  assert.deepEqual(
+    count,
+    tokens.map((ids) => ids.length),
+  );
+  const back = await (await post('/v1/detokenize', { tokens })).json();
+  assert.deepEqual(back, { text: texts, prompt: texts });
+  assert.deepEqual(await (await post('/detokenize', { tokens: tokens[0] })).json(), {
+    text: texts[0],
+    prompt: texts[0],
+  });
+});
+
+test('a conversation can be tokenized without the opening of an answer', async () => {
+  const ids = async (fields: object) => {
+    const response = await post('/tokenize', { messages, ...fields });
+    return ((await response.json()) as { tokens: number[] }).tokens;
+  };
+  const open = await ids({});
+  assert.deepEqual(tokenizer.decode(open.slice(-2)), '<｜Assistant｜><think>');
+  assert.deepEqual(await ids({ add_generation_prompt: false }), open.slice(0, -2));
+});
+
+test('metrics are told of first tokens, later ones and ends, once each', async () => {
+  const { rooms, url, observed, nextResponse } = await listenWith({});
+  const over = nextResponse();
+  const answer = post('/v1/completions', { prompt: [5, 6], stream: true }, { base: url });
+  const room = await rooms.next();
+  room.text('one');
+  room.finish(' two');
+  await (await answer).text();
+  await over;
+  assert.equal(observed.firstTokens, 1);
+  assert.equal(observed.laterTokens, 2);
+  assert.equal(observed.finished.length, 1);
+  const { seconds, ...finished } = observed.finished[0]!;
+  assert.ok(seconds > 0);
+  const generatedTokens = tokenizer.encode('one').length + tokenizer.encode(' two').length + 1;
+  assert.deepEqual(finished, { outcome: 'stop', streaming: true, promptTokens: 2, generatedTokens });
+  assert.deepEqual(observed.responded, [['/v1/completions', 200]]);
+});
+
+describe('closing', () => {
+  test('lets running answers finish and does not wait for idle connections', async () => {
+    const { app, rooms, url } = await listen();
+    const answer = post('/v1/chat/completions', plain, { base: url });
+    const room = await rooms.next();
+    const closed = closeApp(app, 60_000);
+    room.finish('done');
+    const body = (await (await answer).json()) as OpenAI.ChatCompletion;
+    assert.equal(body.choices[0]?.message.content, 'done');
+    await closed;
+    assert.equal(room.cancelReason, null);
+  });
+
+  test('ends what is left at the deadline with an error, in a stream and out of it', async () => {
+    const { app, rooms, url } = await listen();
+    const streaming = post('/v1/chat/completions', { ...plain, stream: true }, { base: url });
+    const first = await rooms.next();
+    first.text('Hi');
+    const whole = post('/v1/chat/completions', plain, { base: url });
+    const second = await rooms.next();
+    const closed = closeApp(app, 0);
+    const events = eventsOf(await (await streaming).text());
+    assert.equal((JSON.parse(events.at(-2)!) as ErrorBody).error.code, 'server_draining');
+    assert.equal(events.at(-1), '[DONE]');
+    assert.equal((await errorOf(await whole)).code, 'server_draining');
+    await closed;
+    assert.equal(await first.cancelled, 'client_lost');
+    assert.equal(await second.cancelled, 'client_lost');
+  });
+
+  test('refuses new requests on open connections', async () => {
+    const { app, rooms, port } = await listen();
+    const busy = rawPost(port, '/v1/completions', { prompt: 'a', stream: true });
+    busy.resume();
+    const room = await rooms.next();
+    // A request whose body is not complete when closing begins is served by the app that is closing.
+    const late = connect(port, '127.0.0.1');
+    late.setEncoding('utf8');
+    const body = JSON.stringify({ prompt: 'a' });
+    late.write(
+      `POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: ${body.length}\r\n\r\n`,
+    );
+    await once(app.server, 'request');
+    const closed = closeApp(app, 60_000);
+    late.write(body);
+    let received = '';
+    late.on('data', (part: string) => (received += part));
+    while (!received.includes('}}')) await once(late, 'data');
+    assert.match(received, /^HTTP\/1\.1 503 /);
+    assert.match(received, /"code":"server_draining"/);
+    late.destroy();
+    room.finish('b');
+    await closed;
+    busy.destroy();
+  });
+});
