@@ -11,7 +11,7 @@
  * exactly what is described there and rejects everything else without throwing.
  */
 
-import { decode, encode } from '@msgpack/msgpack';
+import { Decoder, Encoder } from '@msgpack/msgpack';
 import { crc32c } from './checksum.ts';
 
 /** Version of the wire format. Peers of another version are refused in HELLO. */
@@ -370,6 +370,10 @@ export type Message = PeerMessage | LinkMessage | RouterToWorker | WorkerToRoute
 
 type Check = (value: unknown) => boolean;
 
+// Kept: a new encoder would allocate its buffer again for each message.
+const encoder = new Encoder();
+const decoder = new Decoder();
+
 const isText: Check = (value) => typeof value === 'string' && value.length <= MAX_TEXT;
 const isEpoch: Check = (value) => typeof value === 'string' && /^[0-9a-f]{20}$/.test(value);
 const isEpochOrNone: Check = (value) => value === '' || isEpoch(value);
@@ -510,7 +514,7 @@ export function encodeMessage(message: Message): Uint8Array {
       value instanceof Uint32Array ? new Uint8Array(value.buffer, value.byteOffset, value.byteLength) : value,
     );
   }
-  const body = encode(fields);
+  const body = encoder.encodeSharedRef(fields); // valid until the next call; copied below
   const frame = new Uint8Array(HEADER_BYTES + body.length);
   frame.set(body, HEADER_BYTES);
   frame[0] = MAGIC_0;
@@ -542,7 +546,7 @@ export function decodeMessage(frames: readonly Uint8Array[]): Decoded {
   if (crc32c(body) !== checksum) return rejected('checksum');
   let fields: unknown;
   try {
-    fields = decode(body);
+    fields = decoder.decode(body);
   } catch {
     return rejected('syntax'); // msgpack throws on cut or hostile input; the caller counts it
   }
@@ -573,5 +577,5 @@ function rejected(rejection: Rejection): Decoded {
 
 /** A copy: msgpack binary values lie at odd offsets, where a Uint32Array cannot be laid over them. */
 function toTokens(bytes: Uint8Array): Uint32Array {
-  return new Uint32Array(bytes.slice().buffer);
+  return new Uint32Array(new Uint8Array(bytes).buffer);
 }
