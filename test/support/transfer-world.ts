@@ -144,6 +144,8 @@ export interface World {
   /** Packets in order, by `sender>receiver socket`. */
   network: Map<string, Packet[]>;
   seen: Set<string>;
+  /** Lives begun so far; stands for the random part of an epoch. */
+  lives: number;
 }
 
 /** A world with both workers linked and idle. */
@@ -169,6 +171,7 @@ export function createWorld(random: () => number): World {
     decodeBatch: null,
     network: new Map(),
     seen: new Set(),
+    lives: 3,
   };
   runPrefill(world, { type: 'peer_up', peer: self.decode, nowMs: 0 });
   runDecode(world, { type: 'peer_up', peer: self.prefill, nowMs: 0 });
@@ -493,11 +496,16 @@ export function announceMark(world: World): void {
   }
 }
 
+/** Two lives may begin in the same millisecond; then only the random part tells them apart. */
+function newEpoch(world: World): Epoch {
+  return makeEpoch(2000 + world.nowMs, ++world.lives);
+}
+
 /** A worker dies and comes back empty, in a new life; connections and what was in them are gone. */
 export function restart(world: World, role: Role): void {
   const old = world.self[role];
   const other = role === 'prefill' ? 'decode' : 'prefill';
-  const life = { name: old.name, epoch: makeEpoch(2000 + world.nowMs, 7) };
+  const life = { name: old.name, epoch: newEpoch(world) };
   world.self[role] = life;
   for (const [path, queue] of world.network) if (path.includes(role)) queue.length = 0;
   world.memory[role].clear();
@@ -520,6 +528,19 @@ export function restart(world: World, role: Role): void {
   for (const room of [...world.router.rooms.keys()]) {
     runRoom(world, room, { type: 'worker_lost', epoch: old.epoch, nowMs });
   }
+}
+
+/** The router dies and comes back with no room; its clients are gone with it. */
+export function restartRouter(world: World): void {
+  const { nowMs, router } = world;
+  const old = router.epoch;
+  router.epoch = newEpoch(world);
+  router.rooms.clear();
+  router.nextSequence = 0;
+  for (const [path, queue] of world.network) if (path.includes('router')) queue.length = 0;
+  for (const client of world.clients.values()) client.left = true;
+  runPrefill(world, { type: 'router_lost', router: old, nowMs });
+  runDecode(world, { type: 'router_lost', router: old, nowMs });
 }
 
 /** Every move but faults, clients and time that is possible now. */
