@@ -1,5 +1,5 @@
 // The weighted sum of decode attention, split over the keys so that few rows still fill the device: `split` sums
-// KEYS_PER_SPLIT keys for 4 dimensions and 4 heads a lane, `combine` adds the splits in their order and divides.
+// KEYS_PER_SPLIT keys for 8 dimensions and 4 heads a lane, `combine` adds the splits in their order and divides.
 // Scores and softmax come from attention-prefill; the order of addition is the one of its `values`.
 
 struct Params {
@@ -40,15 +40,17 @@ fn split(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_inde
   let split_index = workgroup.z / head_tiles;
   let start = split_index * KEYS_PER_SPLIT;
   if (start >= keys.end) { return; }
-  let first_dim = workgroup.x * LANES * 4u + lane;
+  let first_dim = workgroup.x * LANES * 8u + lane;
   let score_base = (workgroup.y * params.heads + four_heads(first_head)) * params.max_keys;
-  let dims = four_dims(first_dim, LANES);
+  let dims = eight_dims(first_dim, LANES);
   let sum = weighted_sum(keys, score_base, dims, start, min(start + KEYS_PER_SPLIT, keys.end));
   for (var h = 0u; h < min(4u, params.heads - first_head); h++) {
     let base = ((workgroup.y * params.max_splits + split_index) * params.heads + first_head + h) * params.head_dim;
-    for (var i = 0u; i < 4u; i++) {
+    for (var i = 0u; i < 8u; i++) {
       let dim = first_dim + i * LANES;
-      if (dim < params.head_dim) { partials[base + dim] = sum[h][i]; }
+      if (dim < params.head_dim) {
+        partials[base + dim] = select(sum.high[h][i & 3u], sum.low[h][i & 3u], i < 4u);
+      }
     }
   }
 }

@@ -6,8 +6,10 @@ import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./attention-prefill.wgsl', import.meta.url), ['attention']);
 
-/** Keys or dimensions, and heads, that one lane handles. */
+/** Keys and heads that one lane scores. */
 export const TILE = 4;
+/** Dimensions that one lane sums. */
+export const VALUE_DIMS = 8;
 /** Lanes of a workgroup: without barriers more bring nothing, and small models have few dimensions. */
 export const LANES = 8;
 
@@ -106,7 +108,11 @@ export function attentionPrefill(recorder: Recorder, args: AttentionArgs): void 
         out,
       },
       params: { ...shape.params, row_start: rowStart },
-      workgroups: [Math.ceil(shape.params.head_dim / TILE / LANES), blockCount, Math.ceil(shape.params.heads / TILE)],
+      workgroups: [
+        Math.ceil(shape.params.head_dim / VALUE_DIMS / LANES),
+        blockCount,
+        Math.ceil(shape.params.heads / TILE),
+      ],
     });
   }
 }

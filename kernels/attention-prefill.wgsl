@@ -1,5 +1,5 @@
 // Attention in three barrier-free passes: `score` (a lane: 4 keys, 4 heads), `normalise` (a lane: one row and head),
-// `values` (a lane: 4 dimensions, 4 heads). 8 loads serve 16 multiplications in the first and the last.
+// `values` (a lane: 8 dimensions, 4 heads). 8 loads serve 16 multiplications in the first, 12 serve 32 in the last.
 // Scores go through memory: on a software adapter that is far cheaper than workgroup memory and barriers.
 
 struct Params {
@@ -100,20 +100,24 @@ fn values(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_ind
   let row = params.row_start + workgroup.y;
   let keys = locate_keys(row);
   let first_head = workgroup.z * 4u;
-  let first_dim = workgroup.x * LANES * 4u + lane;
+  let first_dim = workgroup.x * LANES * 8u + lane;
   let score_base = (workgroup.y * params.heads + four_heads(first_head)) * params.max_keys;
-  let dims = four_dims(first_dim, LANES);
-  var total: array<vec4f, 4>;
+  let dims = eight_dims(first_dim, LANES);
+  var total: Sums;
   for (var start = 0u; start < keys.end; start += KEYS_PER_SPLIT) {
     let sum = weighted_sum(keys, score_base, dims, start, min(start + KEYS_PER_SPLIT, keys.end));
-    for (var h = 0u; h < 4u; h++) { total[h] += sum[h]; }
+    for (var h = 0u; h < 4u; h++) {
+      total.low[h] += sum.low[h];
+      total.high[h] += sum.high[h];
+    }
   }
   for (var h = 0u; h < min(4u, params.heads - first_head); h++) {
     let denominator = denominators[workgroup.y * params.heads + first_head + h];
-    for (var i = 0u; i < 4u; i++) {
+    let base = (row * params.heads + first_head + h) * params.head_dim;
+    for (var i = 0u; i < 8u; i++) {
       let dim = first_dim + i * LANES;
       if (dim < params.head_dim) {
-        out[(row * params.heads + first_head + h) * params.head_dim + dim] = total[h][i] / denominator;
+        out[base + dim] = select(total.high[h][i & 3u], total.low[h][i & 3u], i < 4u) / denominator;
       }
     }
   }

@@ -48,8 +48,8 @@ export interface ExpertScratch {
 
 // Pairs of one expert that share a workgroup's decoded weights (GROUP in the shader).
 const TILE_PAIRS = 4;
-// Below so many pairs per expert most tiles would hold one pair, and grouping would not pay.
-const GROUPED_PAIRS_PER_EXPERT = 1;
+// With fewer pairs per expert most tiles would be nearly empty, and grouping would not pay (lavapipe, nano: 2.2).
+const GROUPED_PAIRS_PER_EXPERT = 2;
 // Lanes of a workgroup: without barriers more bring nothing, and small models have few outputs.
 const LANES = 8;
 const GROUPING_LANES = 64;

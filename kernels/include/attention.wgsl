@@ -74,16 +74,25 @@ fn load_keys(source: u32, at: vec4u) -> vec4f {
   return vec4f(entries[at.x], entries[at.y], entries[at.z], entries[at.w]);
 }
 
-// Sum of numerator times key over keys [start, end), for 4 heads (array) and 4 dimensions (vector).
-fn weighted_sum(keys: Keys, score_base: vec4u, dims: vec4u, start: u32, end: u32) -> array<vec4f, 4> {
-  var sum: array<vec4f, 4>;
+// Sums for 4 heads (array) and 8 dimensions (vectors).
+struct Sums {
+  low: array<vec4f, 4>,
+  high: array<vec4f, 4>,
+}
+
+// Sum of numerator times key over keys [start, end).
+fn weighted_sum(keys: Keys, score_base: vec4u, dims: Dims, start: u32, end: u32) -> Sums {
+  var sum: Sums;
   for (var key = start; key < end; key++) {
     let source = source_of(keys, key);
-    let value = load_keys(source, key_base(keys, source, key) + dims);
-    sum[0] += scores[score_base.x + key] * value;
-    sum[1] += scores[score_base.y + key] * value;
-    sum[2] += scores[score_base.z + key] * value;
-    sum[3] += scores[score_base.w + key] * value;
+    let base = key_base(keys, source, key);
+    let low = load_keys(source, base + dims.low);
+    let high = load_keys(source, base + dims.high);
+    for (var h = 0u; h < 4u; h++) {
+      let numerator = scores[score_base[h] + key];
+      sum.low[h] += numerator * low;
+      sum.high[h] += numerator * high;
+    }
   }
   return sum;
 }
@@ -93,7 +102,14 @@ fn four_heads(first: u32) -> vec4u {
   return min(vec4u(first, first + 1u, first + 2u, first + 3u), vec4u(params.heads - 1u));
 }
 
-// A lane's 4 dimensions, `lanes` apart; past the end the last one again, not stored.
-fn four_dims(first: u32, lanes: u32) -> vec4u {
-  return min(first + lanes * vec4u(0u, 1u, 2u, 3u), vec4u(params.head_dim - 1u));
+// A lane's 8 dimensions, `lanes` apart; past the end the last one again, not stored.
+struct Dims {
+  low: vec4u,
+  high: vec4u,
+}
+
+fn eight_dims(first: u32, lanes: u32) -> Dims {
+  let low = first + lanes * vec4u(0u, 1u, 2u, 3u);
+  let last = vec4u(params.head_dim - 1u);
+  return Dims(min(low, last), min(low + 4u * lanes, last));
 }

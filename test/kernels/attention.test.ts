@@ -196,6 +196,11 @@ const LAYERS: readonly (readonly [string, Layer, readonly number[]])[] = [
   ],
   ['ratio 16, tiny', { heads: 4, headDim: 32, window: 16, ratio: 16, topk: 0, entriesPerPage: 1 }, [75, 40, 1]],
   ['six heads of 96', { heads: 6, headDim: 96, window: 64, ratio: 4, topk: 24, entriesPerPage: 32 }, [130, 65]],
+  [
+    'more splits than one pass takes',
+    { heads: 5, headDim: 40, window: 70, ratio: 2, topk: 0, entriesPerPage: 8 },
+    [600, 190],
+  ],
   ['odd sizes', { heads: 3, headDim: 10, window: 7, ratio: 4, topk: 5, entriesPerPage: 3 }, [60, 8, 29]],
 ];
 
@@ -284,4 +289,18 @@ test('a sink far above all scores leaves nothing, one far below takes nothing', 
     assertClose(actual.subarray(position * 16, position * 16 + 8), new Float32Array(8), { absolute: 1e-30 });
     assertRow(content, 0, position, actual.subarray(position * 16, position * 16 + 16));
   }
+});
+
+test('more keys than the scratch holds are refused', async () => {
+  const layer = { heads: 2, headDim: 8, window: 4, ratio: 2, topk: 0, entriesPerPage: 4 };
+  const content = makeContent(layer, [20]);
+  const small: typeof attentionPrefill = (recorder, args) =>
+    attentionPrefill(recorder, {
+      ...args,
+      scratch: allocateAttentionScratch(device, { blockRows: 4, splitRows: 4, heads: 2, headDim: 8, maxKeys: 13 }),
+    });
+  await assert.rejects(
+    runStep(content, makeState(content), [[0, 0, 20]], small),
+    /14 keys at position 19, scratch for 13/,
+  );
 });

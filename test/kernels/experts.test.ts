@@ -1,3 +1,4 @@
+import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import type { Device } from '../../kernels/device.ts';
 import { decodeBf16, decodeE2m1, decodeE4m3, decodeE8m0, encodeBf16, type Dtype } from '../../kernels/dtype.ts';
@@ -244,3 +245,12 @@ for (const format of ['mxfp4', 'bf16'] as const) {
     }
   });
 }
+
+test('columns that do not fill the scale blocks of a format are refused', async () => {
+  const layer = makeLayer('mxfp4', { experts: 2, hidden: 32, width: 64, limit: 10 });
+  const odd = {
+    ...layer,
+    down: { ...layer.down, weight: { ...layer.down.weight, format: 'mxfp4', columns: 40 } },
+  } as Layer;
+  await assert.rejects(apply(device, odd, makeInput(layer, 1, 1)), /40/);
+});

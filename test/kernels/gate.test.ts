@@ -140,3 +140,9 @@ test('NaN logits still give valid expert ids', async () => {
   });
   assert.ok(result.ids.subarray(0, 3).every((id) => id < 8));
 });
+
+test('a gate with both a bias and a token table, or with neither, is refused', async () => {
+  const args = { logits: new Float32Array(4), expertCount: 4, chosenCount: 1 };
+  await assert.rejects(route({ ...args, bias: new Float32Array(4), table: [0] }), /either a bias or a token table/);
+  await assert.rejects(route(args), /either a bias or a token table/);
+});

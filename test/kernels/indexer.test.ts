@@ -1,6 +1,7 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { hadamard, selectEntries } from '../../kernels/indexer.ts';
+import { Recorder } from '../../kernels/kernel.ts';
 import { hadamardTransform, indexScore, largestIndices } from '../reference/attention.ts';
 import {
   assertClose,
@@ -181,4 +182,23 @@ test('topk 512 of 64 heads', async () => {
 test('equal scores go to the smaller index', async () => {
   const sizes = { heads: 4, width: 8, topk: 10, ratio: 4, entriesPerPage: 4, blockRows: 8 };
   await checkSelection(sizes, [{ start: 100, tokens: tokens(3) }], { tied: true });
+});
+
+test('more entries than the scratch holds are refused', () => {
+  const step = makePlainStep(device, 1);
+  const record = (): void =>
+    selectEntries(new Recorder(device), {
+      queries: f32Tensor(device, [1, 2, 8]),
+      headWeights: f32Tensor(device, [1, 2]),
+      keys: f32Tensor(device, [30, 4, 8]),
+      scores: f32Tensor(device, [1, 20]),
+      selected: guardedTensor(device, [1, 4], 'u32'),
+      rows: step.rows,
+      pageTable: step.pageTable,
+      step: step.step,
+      ratio: 4,
+      rowCount: 1,
+      lastPosition: 99,
+    });
+  assert.throws(record, /25 entries, scratch for 20/);
 });
