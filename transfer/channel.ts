@@ -549,6 +549,8 @@ export async function openListener(
       stopChecks();
       await Promise.all([writers.control.close(options.lingerMs), writers.data?.close(0)]);
       for (const link of byName.values()) lose(link, 'closed');
+      // A closed socket frees its port some time later; an unbound one has freed it.
+      await Promise.all([control.unbind(boundAddress), data?.unbind(boundDataAddress)]);
       control.close();
       data?.close();
       await Promise.all(loops);
