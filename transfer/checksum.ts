@@ -8,6 +8,7 @@ const CASTAGNOLI = 0x82f63b78;
 
 /** Eight tables of 256 entries: table k advances a byte by k further bytes ("slicing by 8"). */
 const TABLES = buildTables();
+const NO_WORDS = new Uint32Array(0);
 const T0 = TABLES[0] as Uint32Array;
 const T1 = TABLES[1] as Uint32Array;
 const T2 = TABLES[2] as Uint32Array;
@@ -29,7 +30,9 @@ export function crc32c(bytes: Uint8Array, previous = 0): number {
   while (at < length && ((bytes.byteOffset + at) & 3) !== 0) {
     crc = (T0[(crc ^ (bytes[at++] as number)) & 255] as number) ^ (crc >>> 8);
   }
-  const words = new Uint32Array(bytes.buffer, bytes.byteOffset + at, ((length - at) >> 3) << 1);
+  const wordCount = ((length - at) >> 3) << 1;
+  // Nothing left may also mean that alignment was not reached, where a view would throw.
+  const words = wordCount === 0 ? NO_WORDS : new Uint32Array(bytes.buffer, bytes.byteOffset + at, wordCount);
   for (let i = 0; i < words.length; i += 2) {
     const low = (words[i] as number) ^ crc;
     const high = words[i + 1] as number;
