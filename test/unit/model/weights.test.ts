@@ -1,0 +1,192 @@
+/** Names and inventory of a checkpoint, without a device: what fits is accepted in any spelling, what does not is named. */
+import assert from 'node:assert/strict';
+import { describe, test } from 'node:test';
+import { parseModelConfig } from '../../../model/config.ts';
+import { memorySource } from '../../../model/safetensors.ts';
+import { checkCheckpoint, officialName } from '../../../model/weights.ts';
+import { generateCheckpoint, type StorageFormats, type StoredEntry } from '../../support/checkpoints.ts';
+
+const config = parseModelConfig({
+  vocab_size: 8,
+  hidden_size: 32,
+  num_hidden_layers: 3,
+  num_attention_heads: 2,
+  head_dim: 8,
+  qk_rope_head_dim: 4,
+  q_lora_rank: 8,
+  o_lora_rank: 8,
+  o_groups: 2,
+  n_routed_experts: 2,
+  num_experts_per_tok: 1,
+  moe_intermediate_size: 32,
+  routed_scaling_factor: 1.5,
+  swiglu_limit: 1,
+  sliding_window: 4,
+  hc_mult: 2,
+  hc_sinkhorn_iters: 2,
+  hc_eps: 1e-6,
+  rms_norm_eps: 1e-6,
+  index_n_heads: 2,
+  index_head_dim: 4,
+  index_topk: 4,
+  max_position_embeddings: 64,
+  rope_theta: 10000,
+  compress_rope_theta: 160000,
+  compress_ratios: [0, 4, 8],
+  num_hash_layers: 1,
+  num_nextn_predict_layers: 1,
+});
+const plain: StorageFormats = { plain: 'BF16', linears: 'plain', experts: 'plain' };
+
+const entriesIn = (formats: StorageFormats, options: { mtp?: boolean } = {}): StoredEntry[] =>
+  generateCheckpoint(config, formats, options).entries;
+
+const check = (entries: readonly StoredEntry[], options: { mtp?: boolean } = {}): { totalBytes: number } =>
+  checkCheckpoint(config, memorySource(entries), options);
+
+/** The official name as transformers spells it. */
+function transformersName(official: string): string {
+  if (official.startsWith('head.')) return `lm_${official}`;
+  return `model.${official}`
+    .replace('model.embed.', 'model.embed_tokens.')
+    .replace('hc_head_', 'hc_head.hc_')
+    .replace('.attn_norm.', '.input_layernorm.')
+    .replace('.ffn_norm.', '.post_attention_layernorm.')
+    .replace(/\.hc_(attn|ffn)_(\w+)$/, '.$1_hc.$2')
+    .replace('.attn.indexer.compressor.', '.attn.compressor.indexer.')
+    .replace('.attn.indexer.weights_proj', '.attn.compressor.indexer.scorer.weights_proj')
+    .replace('.attn.indexer.', '.attn.compressor.indexer.')
+    .replace('.attn_sink', '.sinks')
+    .replace('.attn.', '.self_attn.')
+    .replace('.ffn.', '.mlp.')
+    .replace(/(compressor\S*)\.wkv\./, '$1.kv_proj.')
+    .replace(/(compressor\S*)\.wgate\./, '$1.gate_proj.')
+    .replace(/(compressor\S*)\.ape$/, '$1.position_bias')
+    .replace(/(compressor\S*)\.norm\./, '$1.kv_norm.')
+    .replace('self_attn.wkv.', 'self_attn.kv_proj.')
+    .replace('.wq_a.', '.q_a_proj.')
+    .replace('.q_norm.', '.q_a_norm.')
+    .replace('.wq_b.', '.q_b_proj.')
+    .replace('.wo_a.', '.o_a_proj.')
+    .replace('.wo_b.', '.o_b_proj.')
+    .replace('.gate.bias', '.gate.e_score_correction_bias')
+    .replace('.w1.', '.gate_proj.')
+    .replace('.w3.', '.up_proj.')
+    .replace('.w2.', '.down_proj.')
+    .replace(/(?<!_hc)\.scale$/, '.weight_scale_inv');
+}
+
+describe('names', () => {
+  test('of transformers are understood, every one', () => {
+    const formats: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'fp8' };
+    for (const { name } of entriesIn(formats)) assert.equal(officialName(transformersName(name)), name);
+    for (const { name } of entriesIn(formats, { mtp: true }))
+      assert.equal(officialName(name), name, 'official names stay');
+  });
+
+  test('as transformers saves them are understood', () => {
+    const saved: Record<string, string> = {
+      'model.layers.3.attn.norm.weight': 'layers.3.attn.kv_norm.weight',
+      'model.embed_tokens.weight': 'embed.weight',
+      'model.hc_head.hc_fn': 'hc_head_fn',
+      'model.norm.weight': 'norm.weight',
+      'head.weight': 'head.weight',
+      'model.layers.0.ffn.experts.7.w2.weight': 'layers.0.ffn.experts.7.w2.weight',
+    };
+    for (const [name, official] of Object.entries(saved)) assert.equal(officialName(name), official);
+  });
+});
+
+describe('a checkpoint fits', () => {
+  const formats: Record<string, StorageFormats> = {
+    bf16: plain,
+    f16: { plain: 'F16', linears: 'plain', experts: 'plain' },
+    'FP8 and MXFP4': { plain: 'BF16', linears: 'fp8', experts: 'mxfp4' },
+    'FP8 and NVFP4': { plain: 'BF16', linears: 'fp8', experts: 'nvfp4' },
+    'FP8 with f32 scales': { plain: 'F32', linears: 'fp8-f32-scales', experts: 'fp8' },
+  };
+  for (const [name, format] of Object.entries(formats)) {
+    test(`in ${name}, with and without its draft block`, () => {
+      const without = check(entriesIn(format)).totalBytes;
+      const withDraft = entriesIn(format, { mtp: true });
+      assert.equal(check(withDraft).totalBytes, without, 'the draft block is accepted and not loaded');
+      assert.ok(check(withDraft, { mtp: true }).totalBytes > without);
+    });
+  }
+
+  test('with fused experts', () => {
+    const entries = entriesIn(plain);
+    const fused: StoredEntry[] = entries.filter(({ name }) => !/\.experts\./.test(name));
+    for (let layer = 0; layer < 3; layer++) {
+      const bytes = new Uint8Array(2 * 2 * 32 * 32 * 2);
+      const prefix = `model.layers.${layer}.mlp.experts.`;
+      fused.push({ name: `${prefix}gate_up_proj`, dtype: 'BF16', shape: [2, 64, 32], bytes });
+      fused.push({
+        name: `${prefix}down_proj`,
+        dtype: 'BF16',
+        shape: [2, 32, 32],
+        bytes: bytes.slice(0, 2 * 32 * 32 * 2),
+      });
+    }
+    assert.equal(check(fused).totalBytes, check(entries).totalBytes);
+  });
+});
+
+describe('a checkpoint that does not fit is refused:', () => {
+  const formats: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'mxfp4' };
+  const sound = entriesIn(formats, { mtp: true });
+  const change = (name: string, fields: Partial<StoredEntry>): StoredEntry[] => {
+    assert.ok(
+      sound.some((entry) => entry.name === name),
+      name,
+    );
+    return sound.map((entry) => (entry.name === name ? { ...entry, ...fields } : entry));
+  };
+  const drop = (name: string): StoredEntry[] => sound.filter((entry) => entry.name !== name);
+  const extra = (name: string): StoredEntry[] => [
+    ...sound,
+    { name, dtype: 'F32', shape: [1], bytes: new Uint8Array(4) },
+  ];
+  const cases: [name: string, entries: StoredEntry[], message: RegExp, options?: { mtp: boolean }][] = [
+    ['a missing norm', drop('norm.weight'), /norm\.weight \[32\] is missing/],
+    [
+      'a missing matrix of one expert',
+      drop('layers.1.ffn.experts.1.w3.weight'),
+      /experts\.1\.w3\.weight \[32,32\] is missing/,
+    ],
+    ['a missing scale', drop('layers.0.attn.wq_a.scale'), /layers\.0\.attn\.wq_a\.scale \[1,1\] is missing/],
+    ['a missing draft', drop('mtp.0.e_proj.weight'), /mtp\.0\.e_proj\.weight \[32,32\] is missing/, { mtp: true }],
+    ['a superfluous tensor', extra('layers.0.attn.secret'), /layers\.0\.attn\.secret is superfluous/],
+    ['a layer too many', extra('layers.3.attn_norm.weight'), /layers\.3\.attn_norm\.weight is superfluous/],
+    [
+      'one tensor in two spellings',
+      extra('model.norm.weight'),
+      /model\.norm\.weight and norm\.weight are the same tensor/,
+    ],
+    ['a wrong shape', change('norm.weight', { shape: [8, 4] }), /norm\.weight is \[8,4\], the config asks for \[32\]/],
+    [
+      'whole numbers for a norm',
+      change('norm.weight', { dtype: 'I16' }),
+      /norm\.weight is I16, expected F32, BF16 or F16/,
+    ],
+    ['halves for a matrix of FP8', change('layers.0.attn.wkv.weight', { dtype: 'F8_E5M2' }), /wkv\.weight is F8_E5M2/],
+    ['a table of floats', change('layers.0.ffn.gate.tid2eid', { dtype: 'F64' }), /tid2eid is F64, expected I64 or I32/],
+    [
+      'experts in different formats',
+      [
+        ...sound.filter(({ name }) => !name.startsWith('layers.0.ffn.experts.1.w1.')),
+        ...entriesIn({ ...formats, experts: 'fp8' }).filter(({ name }) =>
+          name.startsWith('layers.0.ffn.experts.1.w1.'),
+        ),
+      ],
+      /experts\.1\.w1\.weight is stored in e4m3, layers\.0\.ffn\.experts\.0\.w1\.weight in mxfp4: experts of a layer must agree/,
+    ],
+  ];
+  for (const [name, entries, message, options] of cases) {
+    test(name, () => assert.throws(() => check(entries, options), message));
+  }
+
+  test('with all faults at once, and not without end', () => {
+    assert.throws(() => check([]), /embed\.weight.*\n.*layers\.0\.hc_attn_fn[\s\S]*and \d+ more/);
+  });
+});
