@@ -219,7 +219,7 @@ describe('a fault names its field', () => {
     ['an unknown layer type', { compress_ratios: null, layer_types: ['a', 'b', 'c', 'd'] }, 'layer_types[0]'],
     [
       'layer types that contradict the ratios',
-      { layer_types: new Array(4).fill('sliding_attention') },
+      { layer_types: Array.from({ length: 4 }, () => 'sliding_attention') },
       'layer_types[2]',
     ],
     ['an unknown expert type', { mlp_layer_types: ['moe', 'moe', 'dense', 'moe'] }, 'mlp_layer_types[2]'],
