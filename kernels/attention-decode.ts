@@ -37,7 +37,7 @@ export function attentionDecode(recorder: Recorder, args: AttentionArgs): void {
   for (let rowStart = 0; rowStart < rowCount; rowStart += blockRows) {
     const blockCount = Math.min(blockRows, rowCount - rowStart);
     const params = { ...shape.params, row_start: rowStart, max_splits: maxSplits };
-    recordScores(recorder, args, shape, rowStart, blockCount);
+    recordScores(recorder, args, shape, { rowStart, blockCount, blockRows });
     recorder.run(kernel, {
       entry: 'split',
       overrides: { LANES },

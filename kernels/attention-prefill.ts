@@ -40,7 +40,7 @@ export interface AttentionArgs {
   /** [maxRows, H, d] f32, out; not yet rotated back. */
   readonly out: Tensor;
   readonly scratch: AttentionScratch;
-  /** Rows of this step. */
+  /** Rows of this step, exactly as many as `step` says. */
   readonly rowCount: number;
   /** The greatest position among the rows of this step. */
   readonly lastPosition: number;
@@ -91,7 +91,7 @@ export function attentionPrefill(recorder: Recorder, args: AttentionArgs): void 
   const { scores, denominators } = scratch;
   for (let rowStart = 0; rowStart < rowCount; rowStart += shape.blockRows) {
     const blockCount = Math.min(shape.blockRows, rowCount - rowStart);
-    recordScores(recorder, args, shape, rowStart, blockCount);
+    recordScores(recorder, args, shape, { rowStart, blockCount, blockRows: shape.blockRows });
     recorder.run(kernel, {
       entry: 'values',
       overrides: { LANES },
@@ -107,7 +107,7 @@ export function attentionPrefill(recorder: Recorder, args: AttentionArgs): void 
         denominators,
         out,
       },
-      params: { ...shape.params, row_start: rowStart },
+      params: { ...shape.params, row_start: rowStart, block_rows: shape.blockRows },
       workgroups: [
         Math.ceil(shape.params.head_dim / VALUE_DIMS / LANES),
         blockCount,
@@ -187,18 +187,18 @@ function entryCount(ratio: number, topk: number, position: number): number {
   return topk === 0 ? visible : Math.min(visible, topk);
 }
 
-/** Record scores and softmax numerators of rows [rowStart, rowStart + blockCount) into the scratch. */
+/** Record scores and softmax numerators of a block of rows, `blockCount` of at most `blockRows`, into the scratch. */
 export function recordScores(
   recorder: Recorder,
   args: AttentionArgs,
   shape: AttentionShape,
-  rowStart: number,
-  blockCount: number,
+  block: { readonly rowStart: number; readonly blockCount: number; readonly blockRows: number },
 ): void {
-  const { queries, kv, ring, sinks, rows, sequences, pageTable, lastPosition, scratch } = args;
+  const { queries, kv, ring, sinks, rows, sequences, pageTable, step, lastPosition, scratch } = args;
+  const { rowStart, blockCount, blockRows } = block;
   const { scores, denominators } = scratch;
   const { heads, window, ratio, topk } = shape.params;
-  const params = { ...shape.params, row_start: rowStart };
+  const params = { ...shape.params, row_start: rowStart, block_rows: blockRows };
   // The window's two sources are tiled on their own, which takes one tile more.
   const windowTiles = Math.ceil(Math.min(lastPosition + 1, window) / TILE / LANES) + 1;
   const entryTiles = Math.ceil(entryCount(ratio, topk, lastPosition) / TILE / LANES);
@@ -222,8 +222,8 @@ export function recordScores(
   recorder.run(kernel, {
     entry: 'normalise',
     overrides: { LANES },
-    tensors: { sinks, rows, scores, denominators },
+    tensors: { sinks, rows, step, scores, denominators },
     params,
-    workgroups: [Math.ceil(heads / LANES), blockCount],
+    workgroups: [Math.ceil((blockCount * heads) / LANES)],
   });
 }

@@ -12,6 +12,7 @@ struct Params {
   max_pages: u32,
   max_keys: u32, // keys of one row of scores
   row_start: u32, // first row of this block of rows
+  block_rows: u32, // rows of a full block
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -27,6 +28,7 @@ struct Params {
 @group(0) @binding(10) var<storage, read_write> scores: array<f32>;
 @group(0) @binding(11) var<storage, read_write> denominators: array<f32>;
 @group(0) @binding(12) var<storage, read_write> out: array<f32>;
+@group(0) @binding(13) var<storage, read> step: array<u32>;
 
 override LANES: u32 = 8u;
 
@@ -76,14 +78,15 @@ fn score(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_inde
   }
 }
 
-// Replace scores by softmax numerators. x: head, y: row.
+// Replace scores by softmax numerators. Lane: one head of one row.
 @compute @workgroup_size(LANES)
 fn normalise(@builtin(global_invocation_id) id: vec3u) {
-  let head = id.x;
-  if (head >= params.heads) { return; }
-  let row = params.row_start + id.y;
+  let head = id.x % params.heads;
+  let block_row = id.x / params.heads;
+  let row = params.row_start + block_row;
+  if (block_row >= params.block_rows || row >= step[0]) { return; }
   let count = key_count(rows[row].y);
-  let base = (id.y * params.heads + head) * params.max_keys;
+  let base = (block_row * params.heads + head) * params.max_keys;
   var largest = sinks[head];
   for (var key = 0u; key < count; key++) { largest = max(largest, scores[base + key]); }
   var sum = exp(sinks[head] - largest);
@@ -92,7 +95,7 @@ fn normalise(@builtin(global_invocation_id) id: vec3u) {
     scores[base + key] = numerator;
     sum += numerator;
   }
-  denominators[id.y * params.heads + head] = sum;
+  denominators[block_row * params.heads + head] = sum;
 }
 
 @compute @workgroup_size(LANES)
