@@ -57,7 +57,8 @@ export function loadKernel(url: URL, includes: readonly string[] = []): Kernel {
   const text = readFileSync(url, 'utf8');
   const name = url.pathname.slice(url.pathname.lastIndexOf('/') + 1).replace(/\.wgsl$/, '');
   const parts = [text];
-  for (const include of includes) parts.push(readFileSync(new URL(`./include/${include}.wgsl`, import.meta.url), 'utf8'));
+  for (const include of includes)
+    parts.push(readFileSync(new URL(`./include/${include}.wgsl`, import.meta.url), 'utf8'));
   return { name, source: parts.join('\n'), bindings: readBindings(text, name), params: readParams(text, name) };
 }
 
@@ -125,7 +126,9 @@ export class Recorder {
     const [x, y = 1, z = 1] = call.workgroups;
     if (x === 0 || y === 0 || z === 0) return;
     if (Math.max(x, y, z) > MAX_WORKGROUPS) {
-      throw new RangeError(`kernel ${kernel.name}: ${x} x ${y} x ${z} workgroups, at most ${MAX_WORKGROUPS} in one dimension`);
+      throw new RangeError(
+        `kernel ${kernel.name}: ${x} x ${y} x ${z} workgroups, at most ${MAX_WORKGROUPS} in one dimension`,
+      );
     }
     const compiled = this.#pipeline(kernel, call);
     this.#pass ??= this.#encoder.beginComputePass();
@@ -213,7 +216,11 @@ function compile(device: Device, kernel: Kernel, call: Call): CompiledPipeline {
   const pipeline = device.gpu.createComputePipeline({
     label: kernel.name,
     layout: device.gpu.createPipelineLayout({ bindGroupLayouts: [layout] }),
-    compute: { module, entryPoint: call.entry ?? 'main', ...(call.overrides ? { constants: { ...call.overrides } } : {}) },
+    compute: {
+      module,
+      entryPoint: call.entry ?? 'main',
+      ...(call.overrides ? { constants: { ...call.overrides } } : {}),
+    },
   });
   return { pipeline, layout, used, bindGroups: new Map() };
 }
@@ -228,7 +235,8 @@ function uniformFor(device: Device, kernel: Kernel, params: Readonly<Record<stri
     else bytes.setUint32(index * 4, value, true);
   }
   for (const name of Object.keys(params)) {
-    if (!kernel.params.some((field) => field.name === name)) throw new Error(`kernel ${kernel.name}: no parameter called ${name}`);
+    if (!kernel.params.some((field) => field.name === name))
+      throw new Error(`kernel ${kernel.name}: no parameter called ${name}`);
   }
   const key = Buffer.from(bytes.buffer).toString('base64');
   const known = device.uniforms.get(key);

@@ -29,16 +29,12 @@ export function allocateTensor(
   args: { shape: readonly number[]; dtype: Dtype; label: string; usage?: GPUBufferUsageFlags },
 ): Tensor {
   const elementCount = args.shape.reduce((product, size) => product * size, 1);
-  const byteLength = Math.max(
-    WORD_BYTES,
-    Math.ceil(dtypeBytes(args.dtype, elementCount) / WORD_BYTES) * WORD_BYTES,
-  );
+  const byteLength = Math.max(WORD_BYTES, Math.ceil(dtypeBytes(args.dtype, elementCount) / WORD_BYTES) * WORD_BYTES);
   const limit = Math.min(device.limits.maxBufferSize, device.limits.maxStorageBufferBindingSize);
   if (byteLength > limit) {
     throw new RangeError(`tensor ${args.label} [${args.shape}] needs ${byteLength} bytes, the adapter binds ${limit}`);
   }
-  const usage =
-    args.usage ?? GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
+  const usage = args.usage ?? GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST;
   const buffer = device.gpu.createBuffer({ size: byteLength, usage, label: args.label });
   device.allocatedBytes += byteLength;
   return { id: nextId++, buffer, offsetBytes: 0, byteLength, shape: args.shape, dtype: args.dtype, label: args.label };
@@ -77,7 +73,9 @@ export function destroyTensor(device: Device, tensor: Tensor): void {
 export function uploadTensor(device: Device, tensor: Tensor, bytes: ArrayBufferView, offsetBytes = 0): void {
   const padded = Math.ceil(bytes.byteLength / WORD_BYTES) * WORD_BYTES;
   if (offsetBytes + padded > tensor.byteLength) {
-    throw new RangeError(`write of ${bytes.byteLength} bytes at ${offsetBytes} past tensor ${tensor.label} of ${tensor.byteLength}`);
+    throw new RangeError(
+      `write of ${bytes.byteLength} bytes at ${offsetBytes} past tensor ${tensor.label} of ${tensor.byteLength}`,
+    );
   }
   const at = tensor.offsetBytes + offsetBytes;
   const source = bytes.buffer as ArrayBuffer;

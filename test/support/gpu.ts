@@ -42,12 +42,22 @@ export async function runOnDevice(device: Device, record: (recorder: Recorder) =
 }
 
 /** A tensor that holds `values`, or zeros. */
-export function f32Tensor(device: Device, shape: readonly number[], values?: ArrayLike<number>, label = 'test f32'): Tensor {
+export function f32Tensor(
+  device: Device,
+  shape: readonly number[],
+  values?: ArrayLike<number>,
+  label = 'test f32',
+): Tensor {
   return filledTensor(device, 'f32', shape, values && Float32Array.from(values), label);
 }
 
 /** A tensor that holds `values`, or zeros. */
-export function u32Tensor(device: Device, shape: readonly number[], values?: ArrayLike<number>, label = 'test u32'): Tensor {
+export function u32Tensor(
+  device: Device,
+  shape: readonly number[],
+  values?: ArrayLike<number>,
+  label = 'test u32',
+): Tensor {
   return filledTensor(device, 'u32', shape, values && Uint32Array.from(values), label);
 }
 
@@ -62,7 +72,13 @@ export function packedTensor(
   return filledTensor(device, dtype, shape, bytes, label);
 }
 
-function filledTensor(device: Device, dtype: Dtype, shape: readonly number[], bytes: ArrayBufferView | undefined, label: string): Tensor {
+function filledTensor(
+  device: Device,
+  dtype: Dtype,
+  shape: readonly number[],
+  bytes: ArrayBufferView | undefined,
+  label: string,
+): Tensor {
   const tensor = allocateTensor(device, { shape, dtype, label });
   if (bytes) uploadTensor(device, tensor, bytes);
   return tensor;
@@ -73,7 +89,12 @@ function filledTensor(device: Device, dtype: Dtype, shape: readonly number[], by
  * of the binding, so a write past the end lands there instead of being dropped by bounds checks.
  * Allocate more rows than the step has, and the rows past the live ones are guards too (`assertUntouched`).
  */
-export function guardedTensor(device: Device, shape: readonly number[], dtype: 'f32' | 'u32' = 'f32', label = 'test output'): Tensor {
+export function guardedTensor(
+  device: Device,
+  shape: readonly number[],
+  dtype: 'f32' | 'u32' = 'f32',
+  label = 'test output',
+): Tensor {
   const words = shape.reduce((product, size) => product * size, 1);
   const whole = allocateTensor(device, { shape: [words + 2 * GUARD_WORDS], dtype, label });
   uploadTensor(device, whole, new Uint32Array(words + 2 * GUARD_WORDS).fill(PATTERN));
@@ -81,7 +102,11 @@ export function guardedTensor(device: Device, shape: readonly number[], dtype: '
 }
 
 /** A guarded output (or in-place argument) that starts with `values`; elements past them hold the pattern. */
-export function guardedTensorFrom(device: Device, shape: readonly number[], values: Float32Array | Uint32Array): Tensor {
+export function guardedTensorFrom(
+  device: Device,
+  shape: readonly number[],
+  values: Float32Array | Uint32Array,
+): Tensor {
   const tensor = guardedTensor(device, shape, values instanceof Float32Array ? 'f32' : 'u32');
   uploadTensor(device, tensor, values);
   return tensor;
