@@ -15,6 +15,7 @@ import type { Device } from '../kernels/device.ts';
 import { Recorder } from '../kernels/kernel.ts';
 import { allocateTensor, destroyTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
+import { ReadbackPool } from './readback.ts';
 
 /** Raw rows of one compressor that later entries still need. Row of token t at t mod ring. */
 export interface TailTensors {
@@ -72,8 +73,7 @@ export interface KvCache {
 }
 
 const LAYOUT_VERSION = 1;
-// Idle staging buffers kept for the next read. More are freed.
-const MAX_IDLE_STAGING = 4;
+const WORD_BYTES = 4;
 
 /** Rows that a compressor of this ratio must keep: the unfinished block, and the one before it where blocks overlap. */
 export function tailRows(ratio: number): number {
@@ -107,7 +107,7 @@ export function createKvCache(
   const slotParts = layers.flatMap(slotPartsOf);
   const pageBytes = pageBytesOf(config);
   const slotBytes = slotParts.reduce((sum, part) => sum + unitBytes(part), 0);
-  const staging = new StagingPool(device);
+  const readback = new ReadbackPool(device);
 
   const write = (parts: readonly Tensor[], unit: number, bytes: Uint8Array): void => {
     let offset = 0;
@@ -141,16 +141,17 @@ export function createKvCache(
       if (slot !== null) units.push({ parts: slotParts, unit: slot, byteLength: slotBytes });
       const totalBytes = units.reduce((sum, unit) => sum + unit.byteLength, 0);
       if (totalBytes === 0) return units.map(() => new Uint8Array(0));
-      return staging.use(totalBytes, async (buffer) => {
-        copyOut(device, units, buffer);
-        await Promise.race([buffer.mapAsync(GPUMapMode.READ, 0, totalBytes), device.lost]);
-        const mapped = buffer.getMappedRange(0, totalBytes);
-        let offset = 0;
-        return units.map(({ byteLength }) => {
-          offset += byteLength;
-          return new Uint8Array(mapped, offset - byteLength, byteLength).slice();
-        });
-      });
+      return readback.read(
+        totalBytes,
+        (buffer) => copyOut(device, units, buffer),
+        (mapped) => {
+          let offset = 0;
+          return units.map(({ byteLength }) => {
+            offset += byteLength;
+            return new Uint8Array(mapped, offset - byteLength, byteLength).slice();
+          });
+        },
+      );
     },
     writePage(page, bytes) {
       checkUnit('page', page, size.pageCount);
@@ -162,12 +163,17 @@ export function createKvCache(
       checkBytes('slot', bytes, slotBytes);
       write(slotParts, slot, bytes);
     },
-    async flushed() {
-      device.queue.submit([]);
-      await Promise.race([device.queue.onSubmittedWorkDone(), device.lost]);
+    flushed() {
+      // A small read, since `onSubmittedWorkDone` resolves even when the device is lost.
+      const first = slotParts[0]!;
+      return readback.read(
+        WORD_BYTES,
+        (buffer) => copyOut(device, [{ parts: [{ ...first, byteLength: WORD_BYTES, shape: [1] }], unit: 0 }], buffer),
+        () => {},
+      );
     },
     destroy() {
-      staging.destroy();
+      readback.destroy();
       for (const part of [...pageParts, ...slotParts]) destroyTensor(device, part);
       // Dawn frees the memory of destroyed buffers at the next submit.
       device.queue.submit([]);
@@ -233,42 +239,4 @@ function copyOut(
     }
   }
   recorder.submit();
-}
-
-/** Mappable buffers for reads, a power of two long, reused: fresh ones cost page faults and wait for a submit to be freed. */
-class StagingPool {
-  readonly #device: Device;
-  readonly #idle: GPUBuffer[] = [];
-
-  constructor(device: Device) {
-    this.#device = device;
-  }
-
-  async use<T>(byteLength: number, read: (buffer: GPUBuffer) => Promise<T>): Promise<T> {
-    const found = this.#idle.findIndex((buffer) => buffer.size >= byteLength);
-    const buffer = found >= 0 ? this.#idle.splice(found, 1)[0]! : this.#allocate(byteLength);
-    let intact = false;
-    try {
-      const result = await read(buffer);
-      buffer.unmap();
-      intact = true;
-      return result;
-    } finally {
-      if (intact && this.#idle.length < MAX_IDLE_STAGING) this.#idle.push(buffer);
-      else buffer.destroy();
-    }
-  }
-
-  destroy(): void {
-    for (const buffer of this.#idle.splice(0)) buffer.destroy();
-  }
-
-  #allocate(byteLength: number): GPUBuffer {
-    const size = 2 ** Math.ceil(Math.log2(byteLength));
-    return this.#device.gpu.createBuffer({
-      size,
-      usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST,
-      label: 'cache staging',
-    });
-  }
 }

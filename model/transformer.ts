@@ -16,6 +16,7 @@ import { loadModelConfig, OVERLAP_RATIO, type ModelConfig } from './config.ts';
 import { createKvCache, type KvCache, type LayerCache } from './kv-cache.ts';
 import { recordHead, recordLayer } from './layer.ts';
 import { allocateMtpWorkspace, recordMtpInput, type MtpWorkspace } from './mtp.ts';
+import { ReadbackPool } from './readback.ts';
 import { openCheckpoint, type TensorSource } from './safetensors.ts';
 import { loadWeights, type ModelWeights } from './weights.ts';
 import { allocateWorkspace, modelLimits, type ModelLimits, type Workspace } from './workspace.ts';
@@ -29,8 +30,7 @@ export interface Model {
   readonly workspace: Workspace;
   /** Null unless the draft block is loaded. */
   readonly mtpWorkspace: MtpWorkspace | null;
-  /** Readback buffers that no step is using. */
-  readonly idleReadbacks: GPUBuffer[];
+  readonly readback: ReadbackPool;
 }
 
 /** How far loading is: bytes of weights, then pipelines. */
@@ -105,7 +105,7 @@ export async function createModel(
   const limits = modelLimits(config, options);
   const workspace = allocateWorkspace(device, config, limits);
   const mtpWorkspace = weights.mtp ? allocateMtpWorkspace(device, config, limits) : null;
-  const model: Model = { device, config, limits, weights, workspace, mtpWorkspace, idleReadbacks: [] };
+  const model: Model = { device, config, limits, weights, workspace, mtpWorkspace, readback: new ReadbackPool(device) };
   await warmPipelines(model, onProgress);
   return model;
 }
@@ -123,8 +123,8 @@ export async function forward(model: Model, cache: KvCache, batch: ForwardBatch)
   const context = { recorder, config: model.config, workspace, shape };
   recordLayers(context, model, cache);
   if (shape.sampledCount === 0) {
-    recorder.submit();
-    await Promise.race([device.queue.onSubmittedWorkDone(), device.lost]);
+    // Four bytes, to know that the step is done: `onSubmittedWorkDone` resolves even when the device is lost.
+    await readBack(model, recorder, workspace.tokens, 4);
     return [];
   }
   recordHead(context, model.weights);
@@ -311,24 +311,15 @@ function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence):
 }
 
 // Submit what is recorded and bring the start of a tensor back, as memory of the caller's own.
-async function readBack(model: Model, recorder: Recorder, source: Tensor, byteLength: number): Promise<ArrayBuffer> {
-  const { device, idleReadbacks } = model;
-  const found = idleReadbacks.findIndex((buffer) => buffer.size >= byteLength);
-  const buffer =
-    found >= 0
-      ? idleReadbacks.splice(found, 1)[0]!
-      : device.gpu.createBuffer({
-          size: byteLength,
-          usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST,
-          label: `readback of ${source.label}`,
-        });
-  recorder.copy(source.buffer, source.offsetBytes, buffer, 0, byteLength);
-  recorder.submit();
-  await Promise.race([buffer.mapAsync(GPUMapMode.READ, 0, byteLength), device.lost]);
-  const bytes = buffer.getMappedRange(0, byteLength).slice(0);
-  buffer.unmap();
-  idleReadbacks.push(buffer);
-  return bytes;
+function readBack(model: Model, recorder: Recorder, source: Tensor, byteLength: number): Promise<ArrayBuffer> {
+  return model.readback.read(
+    byteLength,
+    (buffer) => {
+      recorder.copy(source.buffer, source.offsetBytes, buffer, 0, byteLength);
+      recorder.submit();
+    },
+    (bytes) => bytes.slice(0),
+  );
 }
 
 // ----------------------------------------------------------------------------------------------------------- warm-up

@@ -1,0 +1,80 @@
+/** Pages and slots as bytes: own memory, the right place, nothing beside it. Lost devices reject. */
+import assert from 'node:assert/strict';
+import { describe, test } from 'node:test';
+import { fileURLToPath } from 'node:url';
+import { DeviceError, openDevice } from '../../kernels/device.ts';
+import { loadModelConfig } from '../../model/config.ts';
+import { createKvCache } from '../../model/kv-cache.ts';
+import { createTestRandom, openTestDevice } from '../support/gpu.ts';
+
+const device = await openTestDevice();
+const random = createTestRandom();
+const config = loadModelConfig(fileURLToPath(new URL('../../model/nano', import.meta.url)));
+
+describe('a cache', () => {
+  test('gives back the units that were written, from wherever, and leaves the others alone', async () => {
+    const cache = createKvCache(device, config, { pageCount: 5, slotCount: 3 });
+    // Entries of f32: layers of ratio 4 have 32 a page with index keys of 64, the one of ratio 128 has one.
+    assert.equal(cache.pageBytes, 4 * (2 * 32 * (128 + 64) + 128));
+    const pages = Array.from({ length: 5 }, () => random.bytes(cache.pageBytes));
+    const slots = Array.from({ length: 3 }, () => random.bytes(cache.slotBytes));
+    for (const [page, bytes] of pages.entries()) cache.writePage(page, bytes);
+    for (const [slot, bytes] of slots.entries()) cache.writeSlot(slot, bytes);
+    // Written again while earlier writes may still be under way: the last one counts, and only there.
+    pages[2] = random.bytes(cache.pageBytes);
+    slots[1] = random.bytes(cache.slotBytes);
+    cache.writePage(2, pages[2]);
+    cache.writeSlot(1, slots[1]);
+    await cache.flushed();
+    const [first, second] = await Promise.all([
+      cache.readUnits({ pages: [4, 0, 2], slot: 1 }),
+      cache.readUnits({ pages: [1, 3], slot: null }),
+    ]);
+    assert.deepEqual(first, [pages[4], pages[0], pages[2], slots[1]]);
+    assert.deepEqual(second, [pages[1], pages[3]]);
+    assert.deepEqual(await cache.readUnits({ pages: [], slot: 2 }), [slots[2]]);
+    assert.deepEqual(await cache.readUnits({ pages: [], slot: null }), []);
+    cache.destroy();
+  });
+
+  test('hands out memory that a later read does not touch', async () => {
+    const cache = createKvCache(device, config, { pageCount: 2, slotCount: 1 });
+    const bytes = random.bytes(cache.pageBytes);
+    cache.writePage(0, bytes);
+    const [read] = await cache.readUnits({ pages: [0], slot: null });
+    cache.writePage(0, random.bytes(cache.pageBytes));
+    await cache.readUnits({ pages: [0, 1], slot: 0 });
+    assert.deepEqual(read, bytes);
+    assert.equal(read!.buffer.byteLength, cache.pageBytes, 'a buffer of its own');
+    cache.destroy();
+  });
+
+  test('refuses units that it does not have and bytes of another length', async () => {
+    const cache = createKvCache(device, config, { pageCount: 2, slotCount: 1 });
+    await assert.rejects(cache.readUnits({ pages: [2], slot: null }), /page 2 of a cache of 2/);
+    await assert.rejects(cache.readUnits({ pages: [], slot: -1 }), /slot -1/);
+    const bytes = new Uint8Array(cache.pageBytes);
+    assert.throws(() => cache.writePage(0.5, bytes), /page 0\.5/);
+    assert.throws(() => cache.writePage(0, bytes.subarray(1)), /a page has \d+ bytes/);
+    assert.throws(() => cache.writeSlot(0, bytes), /a slot has \d+ bytes/);
+    cache.destroy();
+  });
+
+  test('accounts for its memory and gives it back', () => {
+    const before = device.allocatedBytes;
+    const cache = createKvCache(device, config, { pageCount: 7, slotCount: 2 });
+    assert.equal(device.allocatedBytes - before, 7 * cache.pageBytes + 2 * cache.slotBytes);
+    cache.destroy();
+    assert.equal(device.allocatedBytes, before);
+  });
+
+  test('rejects reads and flushes on a device that is lost', async () => {
+    const adapterName = process.env['HANDOFF_ADAPTER'];
+    const doomed = await openDevice(adapterName ? { adapterName } : {});
+    const cache = createKvCache(doomed, config, { pageCount: 2, slotCount: 1 });
+    const reading = cache.readUnits({ pages: [0, 1], slot: 0 });
+    doomed.close();
+    await assert.rejects(reading, DeviceError);
+    await assert.rejects(cache.flushed(), DeviceError);
+  });
+});
