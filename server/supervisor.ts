@@ -342,6 +342,7 @@ export function describeCluster(config: AllConfig, processes: readonly ProcessVi
   const reachable = url.replace(/\/\/(0\.0\.0\.0|\[::\])/, '//127.0.0.1');
   const body = JSON.stringify({
     model: modelName(config),
+    temperature: 0,
     messages: [{ role: 'user', content: 'Dora works as a farmer. Yara lives in Cairo.\n\nWhat is the job of Dora?' }],
   });
   return [

@@ -157,56 +157,73 @@ function answerOfChunks(chunks: readonly { choices: { delta: Delta; finish_reaso
   return normalise(answer);
 }
 
-test(`there are samples of every skill`, () => {
-  assert.ok(samples.length >= 70, `${samples.length} samples`);
-  assert.ok(new Set(samples.map((sample) => sample.skill)).size >= 8);
+test('there are samples with and without thinking, with and without tools', () => {
+  assert.equal(samples.length, 74);
+  for (const thinking of [true, false]) {
+    for (const tools of [true, false]) {
+      assert.ok(samples.some((sample) => sample.thinking === thinking && (sample.tools !== null) === tools));
+    }
+  }
 });
 
+/** All ways to ask for one sample, at once: the requests share batches, as they would in service. */
+function checksOf(sample: ChatSample): Record<string, () => Promise<void>> {
+  const expected = expectedAnswer(sample);
+  return {
+    '/tokenize renders the prompt of the reference': async () => {
+      const { tokens } = await post<{ tokens: number[] }>('/tokenize', {
+        messages: sample.messages,
+        ...(sample.tools ? { tools: sample.tools } : {}),
+        chat_template_kwargs: { thinking: sample.thinking },
+      });
+      assert.deepEqual(tokens, sample.prompt_ids);
+    },
+    'completion through openai': async () => {
+      const whole = await client.completions.create(completionBody(sample));
+      assert.equal(whole.choices[0]!.text, sample.output_text);
+      assert.equal(whole.usage!.prompt_tokens, sample.prompt_ids.length);
+      assert.equal(whole.usage!.completion_tokens, sample.output_ids.length);
+    },
+    'completion through openai, streamed': async () => {
+      let streamed = '';
+      for await (const chunk of await client.completions.create({ ...completionBody(sample), stream: true })) {
+        streamed += chunk.choices[0]?.text ?? '';
+      }
+      assert.equal(streamed, sample.output_text);
+    },
+    'completion through curl': async () => {
+      const whole = JSON.parse(await curl('/v1/completions', completionBody(sample))) as OpenAI.Completion;
+      assert.equal(whole.choices[0]!.text, sample.output_text);
+    },
+    'completion through curl, streamed': async () => {
+      const body = { ...completionBody(sample), stream: true };
+      const chunks = eventsOf(await curl('/v1/completions', body)) as OpenAI.Completion[];
+      assert.equal(chunks.map((chunk) => chunk.choices[0]?.text ?? '').join(''), sample.output_text);
+    },
+    'chat through openai': async () => {
+      const whole = await client.chat.completions.create(chatBody(sample));
+      assert.deepEqual(answerOf(whole.choices[0]!.message as Message, whole.choices[0]!.finish_reason), expected);
+    },
+    'chat through openai, streamed': async () => {
+      const chunks: OpenAI.ChatCompletionChunk[] = [];
+      for await (const chunk of await client.chat.completions.create({ ...chatBody(sample), stream: true })) {
+        chunks.push(chunk);
+      }
+      assert.deepEqual(answerOfChunks(chunks as Parameters<typeof answerOfChunks>[0]), expected);
+    },
+    'chat through curl': async () => {
+      const whole = JSON.parse(await curl('/v1/chat/completions', chatBody(sample))) as OpenAI.ChatCompletion;
+      assert.deepEqual(answerOf(whole.choices[0]!.message as Message, whole.choices[0]!.finish_reason), expected);
+    },
+    'chat through curl, streamed': async () => {
+      const chunks = eventsOf(await curl('/v1/chat/completions', { ...chatBody(sample), stream: true }));
+      assert.deepEqual(answerOfChunks(chunks as Parameters<typeof answerOfChunks>[0]), expected);
+    },
+  };
+}
+
 for (const [index, sample] of samples.entries()) {
-  const name = `sample ${index} (${sample.skill}${sample.thinking ? ', thinking' : ''})`;
-
-  test(`${name}: /tokenize renders the prompt of the reference`, async () => {
-    const { tokens } = await post<{ tokens: number[] }>('/tokenize', {
-      messages: sample.messages,
-      ...(sample.tools ? { tools: sample.tools } : {}),
-      chat_template_kwargs: { thinking: sample.thinking },
-    });
-    assert.deepEqual(tokens, sample.prompt_ids);
-  });
-
-  test(`${name}: completion through openai, whole and streamed`, async () => {
-    const whole = await client.completions.create(completionBody(sample));
-    assert.equal(whole.choices[0]!.text, sample.output_text);
-    assert.equal(whole.usage!.prompt_tokens, sample.prompt_ids.length);
-    assert.equal(whole.usage!.completion_tokens, sample.output_ids.length);
-    let streamed = '';
-    for await (const chunk of await client.completions.create({ ...completionBody(sample), stream: true })) {
-      streamed += chunk.choices[0]?.text ?? '';
-    }
-    assert.equal(streamed, sample.output_text);
-  });
-
-  test(`${name}: completion through curl, whole and streamed`, async () => {
-    const whole = JSON.parse(await curl('/v1/completions', completionBody(sample))) as OpenAI.Completion;
-    assert.equal(whole.choices[0]!.text, sample.output_text);
-    const chunks = eventsOf(await curl('/v1/completions', { ...completionBody(sample), stream: true })) as OpenAI.Completion[];
-    assert.equal(chunks.map((chunk) => chunk.choices[0]?.text ?? '').join(''), sample.output_text);
-  });
-
-  test(`${name}: chat through openai, whole and streamed`, async () => {
-    const expected = expectedAnswer(sample);
-    const whole = await client.chat.completions.create(chatBody(sample));
-    assert.deepEqual(answerOf(whole.choices[0]!.message as Message, whole.choices[0]!.finish_reason), expected);
-    const chunks: OpenAI.ChatCompletionChunk[] = [];
-    for await (const chunk of await client.chat.completions.create({ ...chatBody(sample), stream: true })) chunks.push(chunk);
-    assert.deepEqual(answerOfChunks(chunks as Parameters<typeof answerOfChunks>[0]), expected);
-  });
-
-  test(`${name}: chat through curl, whole and streamed`, async () => {
-    const expected = expectedAnswer(sample);
-    const whole = JSON.parse(await curl('/v1/chat/completions', chatBody(sample))) as OpenAI.ChatCompletion;
-    assert.deepEqual(answerOf(whole.choices[0]!.message as Message, whole.choices[0]!.finish_reason), expected);
-    const chunks = eventsOf(await curl('/v1/chat/completions', { ...chatBody(sample), stream: true }));
-    assert.deepEqual(answerOfChunks(chunks as Parameters<typeof answerOfChunks>[0]), expected);
+  test(`sample ${index} (${sample.skill}${sample.thinking ? ', thinking' : ''})`, { concurrency: true }, async (t) => {
+    await Promise.all(Object.entries(checksOf(sample)).map(([name, check]) => t.test(name, check)));
   });
 }
