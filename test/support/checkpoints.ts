@@ -314,6 +314,64 @@ function decodeF16(bits: number): number {
   return (bits & 0x8000 ? -1 : 1) * (1 + (bits & 1023) / 1024) * 2 ** (((bits >> 10) & 31) - 15);
 }
 
+/** The official name as transformers spells it. */
+export function transformersName(official: string): string {
+  if (official.startsWith('head.')) return `lm_${official}`;
+  return `model.${official}`
+    .replace('model.embed.', 'model.embed_tokens.')
+    .replace('hc_head_', 'hc_head.hc_')
+    .replace('.attn_norm.', '.input_layernorm.')
+    .replace('.ffn_norm.', '.post_attention_layernorm.')
+    .replace(/\.hc_(attn|ffn)_(\w+)$/, '.$1_hc.$2')
+    .replace('.attn.indexer.compressor.', '.attn.compressor.indexer.')
+    .replace('.attn.indexer.weights_proj', '.attn.compressor.indexer.scorer.weights_proj')
+    .replace('.attn.indexer.', '.attn.compressor.indexer.')
+    .replace('.attn_sink', '.sinks')
+    .replace('.attn.', '.self_attn.')
+    .replace('.ffn.', '.mlp.')
+    .replace(/(compressor\S*)\.wkv\./, '$1.kv_proj.')
+    .replace(/(compressor\S*)\.wgate\./, '$1.gate_proj.')
+    .replace(/(compressor\S*)\.ape$/, '$1.position_bias')
+    .replace(/(compressor\S*)\.norm\./, '$1.kv_norm.')
+    .replace('self_attn.wkv.', 'self_attn.kv_proj.')
+    .replace('.wq_a.', '.q_a_proj.')
+    .replace('.q_norm.', '.q_a_norm.')
+    .replace('.wq_b.', '.q_b_proj.')
+    .replace('.wo_a.', '.o_a_proj.')
+    .replace('.wo_b.', '.o_b_proj.')
+    .replace('.gate.bias', '.gate.e_score_correction_bias')
+    .replace('.w1.', '.gate_proj.')
+    .replace('.w3.', '.up_proj.')
+    .replace('.w2.', '.down_proj.')
+    .replace(/(?<!_hc)\.scale$/, '.weight_scale_inv');
+}
+
+/** Expert matrices in the two tensors that transformers keeps them in, under its names; the other tensors as they are. */
+export function fuseExperts(entries: readonly StoredEntry[]): StoredEntry[] {
+  const groups = new Map<string, StoredEntry[]>();
+  const others: StoredEntry[] = [];
+  for (const entry of entries) {
+    const match = /^(.*)\.ffn\.experts\.(\d+)\.(w[123])\.weight$/.exec(entry.name);
+    if (!match) others.push(entry);
+    else {
+      const name = `model.${match[1]}.mlp.experts.${match[3] === 'w2' ? 'down_proj' : 'gate_up_proj'}`;
+      groups.set(name, [...(groups.get(name) ?? []), entry]);
+    }
+  }
+  // Entries come expert by expert, w1 before w3.
+  const fused = [...groups].map(([name, parts]): StoredEntry => {
+    const { dtype, shape } = parts[0]!;
+    const perExpert = name.endsWith('gate_up_proj') ? 2 : 1;
+    return {
+      name,
+      dtype,
+      shape: [parts.length / perExpert, perExpert * shape[0]!, shape[1]!],
+      bytes: Buffer.concat(parts.map(({ bytes }) => bytes)),
+    };
+  });
+  return [...others, ...fused];
+}
+
 /** Write `model.safetensors` and `config.json`. */
 export function writeCheckpoint(directory: string, configJson: unknown, entries: readonly StoredEntry[]): void {
   mkdirSync(directory, { recursive: true });

@@ -4,7 +4,12 @@ import { describe, test } from 'node:test';
 import { parseModelConfig } from '../../../model/config.ts';
 import { memorySource } from '../../../model/safetensors.ts';
 import { checkCheckpoint, officialName } from '../../../model/weights.ts';
-import { generateCheckpoint, type StorageFormats, type StoredEntry } from '../../support/checkpoints.ts';
+import {
+  generateCheckpoint,
+  transformersName,
+  type StorageFormats,
+  type StoredEntry,
+} from '../../support/checkpoints.ts';
 
 const config = parseModelConfig({
   vocab_size: 8,
@@ -43,38 +48,6 @@ const entriesIn = (formats: StorageFormats, options: { mtp?: boolean } = {}): St
 
 const check = (entries: readonly StoredEntry[], options: { mtp?: boolean } = {}): { totalBytes: number } =>
   checkCheckpoint(config, memorySource(entries), options);
-
-/** The official name as transformers spells it. */
-function transformersName(official: string): string {
-  if (official.startsWith('head.')) return `lm_${official}`;
-  return `model.${official}`
-    .replace('model.embed.', 'model.embed_tokens.')
-    .replace('hc_head_', 'hc_head.hc_')
-    .replace('.attn_norm.', '.input_layernorm.')
-    .replace('.ffn_norm.', '.post_attention_layernorm.')
-    .replace(/\.hc_(attn|ffn)_(\w+)$/, '.$1_hc.$2')
-    .replace('.attn.indexer.compressor.', '.attn.compressor.indexer.')
-    .replace('.attn.indexer.weights_proj', '.attn.compressor.indexer.scorer.weights_proj')
-    .replace('.attn.indexer.', '.attn.compressor.indexer.')
-    .replace('.attn_sink', '.sinks')
-    .replace('.attn.', '.self_attn.')
-    .replace('.ffn.', '.mlp.')
-    .replace(/(compressor\S*)\.wkv\./, '$1.kv_proj.')
-    .replace(/(compressor\S*)\.wgate\./, '$1.gate_proj.')
-    .replace(/(compressor\S*)\.ape$/, '$1.position_bias')
-    .replace(/(compressor\S*)\.norm\./, '$1.kv_norm.')
-    .replace('self_attn.wkv.', 'self_attn.kv_proj.')
-    .replace('.wq_a.', '.q_a_proj.')
-    .replace('.q_norm.', '.q_a_norm.')
-    .replace('.wq_b.', '.q_b_proj.')
-    .replace('.wo_a.', '.o_a_proj.')
-    .replace('.wo_b.', '.o_b_proj.')
-    .replace('.gate.bias', '.gate.e_score_correction_bias')
-    .replace('.w1.', '.gate_proj.')
-    .replace('.w3.', '.up_proj.')
-    .replace('.w2.', '.down_proj.')
-    .replace(/(?<!_hc)\.scale$/, '.weight_scale_inv');
-}
 
 describe('names', () => {
   test('of transformers are understood, every one', () => {
