@@ -294,9 +294,7 @@ function endHalf(
     } else {
       // Tokens that the client has seen cannot be taken back: no other attempt may start over.
       if (room.tokenCount > 0) decide(room, outcome, effects);
-      if (other.outcome === null) {
-        send(other, { type: 'cancel', key, reason: outcome.reason }, nowMs, limits, effects);
-      }
+      cancel(other, key, outcome.reason, nowMs, limits, effects);
     }
   } else if (!outcome.ok && other.outcome === null && other.pending?.message.type !== 'cancel') {
     // Not a cancel: past `ready` the decode half no longer needs the prefill half and runs on.
@@ -310,9 +308,21 @@ function giveUp(room: Room, outcome: Outcome, nowMs: number, limits: ResendLimit
   decide(room, outcome, effects);
   const reason = outcome.ok ? 'client_cancel' : outcome.reason;
   for (const half of [room.decode, room.prefill]) {
-    if (half === null || half.outcome !== null) continue;
-    send(half, { type: 'cancel', key: currentKey(room), reason }, nowMs, limits, effects);
+    if (half !== null) cancel(half, currentKey(room), reason, nowMs, limits, effects);
   }
+}
+
+/** Cancel a half that has neither ended nor been cancelled. */
+function cancel(
+  half: Half,
+  key: RoomKey,
+  reason: Reason,
+  nowMs: number,
+  limits: ResendLimits,
+  effects: RoomEffect[],
+): void {
+  if (half.outcome !== null || half.pending?.message.type === 'cancel') return;
+  send(half, { type: 'cancel', key, reason }, nowMs, limits, effects);
 }
 
 function decide(room: Room, outcome: Outcome, effects: RoomEffect[]): void {
