@@ -517,11 +517,7 @@ describe('a stream', () => {
     const slow = await rooms.next();
     const answer = post('/v1/completions', { prompt: 'b' }, { base: url });
     const other = await rooms.next();
-    const ids = tokenizer.encode('word ');
-    while (slow.cancelReason === null) {
-      for (let count = 0; count < 500; count += 1) slow.tokens(ids);
-      await nextTurn();
-    }
+    await fill(slow, () => slow.cancelReason !== null);
     assert.equal(slow.cancelReason, 'client_lost');
     other.finish('fine');
     assert.equal(((await (await answer).json()) as OpenAI.Completion).choices[0]?.text, 'fine');
@@ -531,6 +527,47 @@ describe('a stream', () => {
     );
     socket.destroy();
   });
+
+  test('whose reader takes nothing for too long is dropped below the limit, too', async () => {
+    const { rooms, port, nextResponse, observed } = await listenWith({ slowClientMs: 30, maxBufferedBytes: Infinity });
+    const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
+    const over = nextResponse();
+    const room = await rooms.next();
+    await fill(room, () => room.cancelReason !== null);
+    assert.equal(room.cancelReason, 'client_lost');
+    await over;
+    assert.deepEqual(observed.responded, [['/v1/completions', 499]]);
+    socket.destroy();
+  });
+
+  test('that is complete but not read is dropped, too', async () => {
+    const { rooms, port, nextResponse, observed } = await listenWith({ slowClientMs: 30, maxBufferedBytes: Infinity });
+    const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
+    const over = nextResponse();
+    const room = await rooms.next();
+    // One event larger than what both ends of a socket take between them, about 10 MB.
+    const ids = Array.from({ length: tokenizer.vocabSize }, (_, id) => id).filter((id) => !tokenizer.isSpecial(id));
+    const longest = ids.toSorted((a, b) => tokenizer.tokenBytes(b).length - tokenizer.tokenBytes(a).length)[0]!;
+    const tokenCount = Math.ceil(16e6 / tokenizer.tokenBytes(longest).length);
+    room.tokens(Array<number>(tokenCount).fill(longest));
+    room.end({ kind: 'length' });
+    await over;
+    assert.equal(observed.finished[0]?.outcome, 'length');
+    let receivedBytes = 0;
+    socket.on('data', (part: Buffer) => (receivedBytes += part.length)).on('error', () => {});
+    socket.resume();
+    await once(socket, 'close');
+    assert.ok(receivedBytes < 16e6, `${receivedBytes} bytes arrived`);
+  });
+
+  /** Send tokens, one event each where the socket takes them, until `isEnough`. */
+  async function fill(room: Room, isEnough: () => boolean): Promise<void> {
+    const ids = tokenizer.encode('word ');
+    while (!isEnough()) {
+      for (let count = 0; count < 500; count += 1) room.tokens(ids);
+      await nextTurn();
+    }
+  }
 
   test('to a slow reader is complete once it reads again', async () => {
     const { rooms, port } = await listenWith({});
