@@ -214,6 +214,8 @@ function fault(config: LogitsConfig | GenerateConfig, problem: string): ConfigEr
 
 /** What is wrong with a checkpoint or an adapter is told without a stack trace. */
 async function reportFaults(run: () => Promise<void>): Promise<void> {
+  // Whoever reads the output may have seen enough (`| head`): then there is nothing left to do.
+  process.stdout.on('error', (error: NodeJS.ErrnoException) => process.exit(error.code === 'EPIPE' ? 0 : 1));
   try {
     await run();
   } catch (error) {
