@@ -1,8 +1,9 @@
 /**
  * The model against reference logits: of files that an independent program computed in f64, and of test/reference.
  *
- * An f32 engine is about 1e-5 from an f64 reference. On lavapipe the files are met within 2.2e-5; what is above 2e-5 are
- * quant-fp8 and quant-nvfp4, whose generated experts have the widest activations, so that f32 sums round coarser.
+ * An f32 engine is about 1e-5 from an f64 reference. Above 2e-5 on lavapipe are quant-fp8 (2.1e-5) and quant-nvfp4
+ * (2.1e-5, its drafts too). That is what f32 gives on these weights, not a kernel: test/reference with every product and
+ * sum rounded to f32 is itself 2.0e-5 away from quant-fp8, and twice as close to the other files.
  */
 import assert from 'node:assert/strict';
 import { existsSync } from 'node:fs';
@@ -221,7 +222,8 @@ describe('golden checkpoints outside the repository', () => {
         { undecided: [] },
       );
       t.diagnostic(`largest difference ${worst}, of drafts ${worstDraft}`);
-      assert.ok(worst < 3e-5 && worstDraft < 3e-5);
+      // See the top of the file; SwiftShader reaches 2.6e-5.
+      assert.ok(worst < 3e-5 && worstDraft < 3e-5, `${worst}, ${worstDraft}`);
     });
   }
 });
