@@ -106,6 +106,7 @@ export interface Client {
 }
 
 interface Packet {
+  type: Message['type'];
   bytes: Uint8Array[];
   payloadBytes: number;
 }
@@ -273,7 +274,7 @@ function post(world: World, path: string, message: Message, payload?: Uint8Array
   const bytes = [encodeMessage(message)];
   if (payload !== undefined) bytes.push(payload);
   const queue = world.network.get(path) ?? [];
-  queue.push({ bytes, payloadBytes: payload?.length ?? 0 });
+  queue.push({ type: message.type, bytes, payloadBytes: payload?.length ?? 0 });
   world.network.set(path, queue);
   world.seen.add(`message ${message.type}`);
 }
@@ -365,7 +366,7 @@ function digestOf(world: World, key: RoomKey): string {
 /** Deliver the head of a path; `copies` 0 loses it, 2 duplicates it. */
 export function deliver(world: World, path: string, copies: number): void {
   const packet = world.network.get(path)?.shift() as Packet;
-  const [from, to] = path.split(' ')[0]?.split('>') as [string, string];
+  const [from, to] = path.split(/[> ]/) as [string, string];
   for (let copy = 0; copy < copies; copy++) {
     const decoded = decodeMessage(packet.bytes);
     assert.ok(decoded.ok);
@@ -464,8 +465,6 @@ export function finishDecode(world: World): void {
   const batch = world.decodeBatch as DecodeBatch;
   world.decodeBatch = null;
   const tokens = batch.rows.map(({ key, token, position }) => {
-    const count = [...world.clients.values()].length;
-    assert.ok(count > 0);
     const digest = digestOf(world, key);
     const promptCount = world.decode.live.get(key)?.request.promptTokens.length as number;
     const index = position - promptCount;
@@ -557,6 +556,12 @@ export function movesOf(world: World): (() => void)[] {
     moves.push(() => void beginDecode(world));
   }
   return moves;
+}
+
+/** True if the head of a path is a message that is sent only once. */
+export function isHeadSentOnce(world: World, path: string): boolean {
+  const type = world.network.get(path)?.[0]?.type;
+  return type === 'CHUNK' || type === 'tokens';
 }
 
 /** Paths with something to deliver. */

@@ -313,6 +313,14 @@ test('CREDIT is sent again until a unit beyond the grant before it has come', ()
   assert.deepEqual(stepReceiver(receiver, { type: 'tick', nowMs: 5000 }, LIMITS), []);
 });
 
+test('RESERVED is sent again until the peer computes: `waiting` may answer an OPEN sent twice', () => {
+  const receiver = reach('reserved');
+  stepReceiver(receiver, EVENTS['waiting'] as ReceiverEvent, LIMITS);
+  assert.deepEqual(shorten(stepReceiver(receiver, { type: 'tick', nowMs: 101 }, LIMITS)), ['RESERVED']);
+  stepReceiver(receiver, EVENTS['computing'] as ReceiverEvent, LIMITS);
+  assert.deepEqual(stepReceiver(receiver, { type: 'tick', nowMs: 5000 }, LIMITS), []);
+});
+
 test('the stall clock starts with the first unit and is renewed by units and by computing', () => {
   const receiver = reach('reserved');
   assert.equal(receiver.stallDeadlineMs, null);
