@@ -336,6 +336,9 @@ function perform(world: World, role: Role, effects: readonly WorkerEffect[]): vo
         });
         break;
       case 'report':
+        if (effect.message.type === 'end' && !effect.message.outcome.ok) {
+          world.seen.add(`half ended ${effect.message.outcome.reason}`);
+        }
         if (effect.router === world.router.epoch) post(world, `${role}>router control`, effect.message);
         break;
       case 'violation':

@@ -121,6 +121,8 @@ function runSeed(seed: number, seen: Set<string>): void {
   assert.deepEqual(canary.outcomes, [{ ok: true, finish: 'length' }]);
   const { cancel, drop, restart: workerRestart, routerRestart } = faults;
   const isHarmless = cancel + drop + workerRestart + routerRestart === 0;
+  // Nor may a clock be what ends a half of it.
+  if (isHarmless) assert.ok(!world.seen.has('half ended deadline'), 'a half ended by its deadline');
   if (isHarmless) seen.add(`harmless ${faults.dropRepeated > 0 ? 'with drops' : 'without drops'}`);
   for (const { outcomes } of world.clients.values()) {
     if (outcomes.length === 0) continue;
