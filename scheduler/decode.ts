@@ -7,7 +7,8 @@
  * | event          | from |
  * |----------------|------|
  * | router_message | control channel: submit, cancel, peer_failed, end_ack, mark, drain |
- * | router_lost    | control channel: lease over or newer epoch; last event of that epoch |
+ * | router_up      | control channel: that life of a router is linked; again after it was lost |
+ * | router_lost    | control channel: lease over, newer epoch or newer link; ends all its rooms |
  * | peer_message   | transfer channel: QUEUED, CHUNK (with payload), END, DONE_ACK, ABORT, ABORT_ACK |
  * | peer_up        | transfer channel: both sockets are linked; again after a reconnect |
  * | peer_lost      | transfer channel: lease over or newer epoch; its data socket is closed by then |
@@ -55,6 +56,7 @@ import {
   isCurrent,
   isSuperseded,
   linkPeer,
+  linkRouter,
   onRouterNote,
   ownPauseMs,
   reportClosed,
@@ -88,7 +90,9 @@ import type {
 
 export type DecodeEvent =
   | { type: 'router_message'; router: Epoch; message: RouterToWorker; nowMs: number }
-  | { type: 'router_lost'; router: Epoch; nowMs: number }
+  | { type: 'router_up'; router: Epoch; nowMs: number }
+  /** `isDead`: a later life of it has spoken, so this one will not come back. */
+  | { type: 'router_lost'; router: Epoch; isDead: boolean; nowMs: number }
   /** `payload` belongs to CHUNK; it is empty for everything else. */
   | { type: 'peer_message'; peer: Instance; message: PeerMessage; payload: Uint8Array; nowMs: number }
   | { type: 'peer_up'; peer: Instance; nowMs: number }
@@ -199,6 +203,9 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
     case 'router_message':
       onRouterMessage(state, event.router, event.message, nowMs, effects);
       break;
+    case 'router_up':
+      linkRouter(state.desk, event.router);
+      break;
     case 'router_lost':
       // Each peer is told: a late OPEN of ours would otherwise stay on it for ever.
       for (const [key, room] of state.live) {
@@ -206,7 +213,7 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
           stopRoom(state, key, room, { reason: 'peer_lost', tellPeer: true }, nowMs, effects);
         }
       }
-      unlinkRouter(state.desk, event.router);
+      unlinkRouter(state.desk, event.router, event.isDead);
       break;
     case 'peer_message':
       onPeerMessage(state, event.peer, event.message, event.payload, nowMs, effects);

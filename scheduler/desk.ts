@@ -14,6 +14,7 @@ import {
   isClosed,
   isDue,
   startResend,
+  unburyRouter,
   type Closing,
 } from '../transfer/closing.ts';
 import {
@@ -168,9 +169,14 @@ export function onRouterNote(
   else desk.draining = true;
 }
 
+/** `router_up`: its rooms may come (again). */
+export function linkRouter(desk: Desk, router: Epoch): void {
+  unburyRouter(desk.closing, router);
+}
+
 /** `router_lost`: its rooms are stopped by the caller first, so that no tombstone is missing meanwhile. */
-export function unlinkRouter(desk: Desk, router: Epoch): void {
-  buryRouter(desk.closing, router);
+export function unlinkRouter(desk: Desk, router: Epoch, isDead: boolean): void {
+  buryRouter(desk.closing, router, isDead);
 }
 
 /**

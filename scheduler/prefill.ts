@@ -7,7 +7,8 @@
  * | event          | from |
  * |----------------|------|
  * | router_message | control channel: submit, cancel, peer_failed, end_ack, mark, drain |
- * | router_lost    | control channel: lease over or newer epoch; last event of that epoch |
+ * | router_up      | control channel: that life of a router is linked; again after it was lost |
+ * | router_lost    | control channel: lease over, newer epoch or newer link; ends all its rooms |
  * | peer_message   | transfer channel: OPEN, QUEUED, RESERVED, CREDIT, DONE, ABORT, ABORT_ACK |
  * | peer_up        | transfer channel: both sockets are linked; again after a reconnect |
  * | peer_lost      | transfer channel: lease over or newer epoch; last event of that epoch's link |
@@ -41,6 +42,7 @@ import {
   isCurrent,
   isSuperseded,
   linkPeer,
+  linkRouter,
   onRouterNote,
   ownPauseMs,
   reportClosed,
@@ -65,7 +67,9 @@ import type {
 
 export type PrefillEvent =
   | { type: 'router_message'; router: Epoch; message: RouterToWorker; nowMs: number }
-  | { type: 'router_lost'; router: Epoch; nowMs: number }
+  | { type: 'router_up'; router: Epoch; nowMs: number }
+  /** `isDead`: a later life of it has spoken, so this one will not come back. */
+  | { type: 'router_lost'; router: Epoch; isDead: boolean; nowMs: number }
   | { type: 'peer_message'; peer: Instance; message: PeerMessage; nowMs: number }
   | { type: 'peer_up'; peer: Instance; nowMs: number }
   | { type: 'peer_lost'; peer: Instance; nowMs: number }
@@ -151,6 +155,9 @@ export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEff
     case 'router_message':
       onRouterMessage(state, event.router, event.message, event.nowMs, effects);
       break;
+    case 'router_up':
+      linkRouter(state.desk, event.router);
+      break;
     case 'router_lost':
       // Each peer is told: a late OPEN would otherwise re-create what no submit will ever finish.
       for (const [key, room] of state.live) {
@@ -158,7 +165,7 @@ export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEff
           stopRoom(state, key, room, { reason: 'peer_lost', tellPeer: true }, event.nowMs, effects);
         }
       }
-      unlinkRouter(state.desk, event.router);
+      unlinkRouter(state.desk, event.router, event.isDead);
       break;
     case 'peer_message':
       onPeerMessage(state, event.peer, event.message, event.nowMs, effects);

@@ -61,6 +61,8 @@ const QUEUED_BYTES = 256 << 20;
 const MAX_PAYLOAD_BYTES = 1 << 30;
 /** The last ABORT and `end` get this long to leave at shutdown. */
 const LINGER_MS = 500;
+/** Lives of routers without a link that are remembered by name. */
+const MAX_LOST_ROUTERS = 1024;
 /** A worker that was asked to stop waits so long for its rooms to end. */
 const DRAIN_MS = 2000;
 /** Then they are cancelled and unwind, which takes a step or a read at most. */
@@ -151,7 +153,9 @@ async function serve(service: Service): Promise<RunningRole> {
 
   // ---- sockets: they only append to the inbox
   const inbox: WorkerEvent[] = [];
-  const routers = new Set<Epoch>();
+  /** Lives of routers with a link, and those that lost it and may come back, by name. */
+  const routers = new Map<Epoch, string>();
+  const lostRouters = new Map<Epoch, string>();
   const linkOptions = (name: string, fields: Record<string, string>): Omit<ChannelOptions, 'onEvent'> => ({
     role,
     name,
@@ -182,17 +186,30 @@ async function serve(service: Service): Promise<RunningRole> {
         event satisfies never;
     }
   };
+  const rememberLost = (router: Instance): void => {
+    lostRouters.set(router.epoch, router.name);
+    const [oldest] = lostRouters.keys();
+    if (lostRouters.size > MAX_LOST_ROUTERS && oldest !== undefined) lostRouters.delete(oldest);
+  };
   const onRouterEvent = (event: ChannelEvent): void => {
     const nowMs = now();
     switch (event.type) {
       case 'up':
-        routers.add(event.peer.epoch);
+        routers.set(event.peer.epoch, event.peer.name);
+        post({ type: 'router_up', router: event.peer.epoch, nowMs });
+        // A later life of a router ends the earlier one, also if its link was lost before.
+        for (const [earlier, name] of lostRouters) {
+          if (name !== event.peer.name) continue;
+          lostRouters.delete(earlier);
+          if (earlier !== event.peer.epoch) post({ type: 'router_lost', router: earlier, isDead: true, nowMs });
+        }
         log.info({ router: event.peer.name, epoch: event.peer.epoch }, 'router up');
         return reportLoad();
       case 'lost':
         routers.delete(event.peer.epoch);
+        if (event.why !== 'superseded') rememberLost(event.peer);
         log.warn({ router: event.peer.name, epoch: event.peer.epoch, why: event.why }, 'router lost');
-        return post({ type: 'router_lost', router: event.peer.epoch, nowMs });
+        return post({ type: 'router_lost', router: event.peer.epoch, isDead: event.why === 'superseded', nowMs });
       case 'message':
         return post({ type: 'router_message', router: event.peer.epoch, message: event.message as RouterToWorker, nowMs });
       case 'refused':
@@ -366,7 +383,7 @@ async function serve(service: Service): Promise<RunningRole> {
   function reportLoad(): void {
     const gauges = core.gauges();
     const { maxRunningRequests, maxQueuedRequests } = config.limits;
-    for (const router of routers) {
+    for (const router of routers.keys()) {
       control.send(router, 'control', {
         type: 'load',
         epoch,

@@ -82,9 +82,15 @@ export interface ChannelOptions {
   onEvent: (event: ChannelEvent) => void;
 }
 
+/**
+ * Why a link is lost: silence for a lease; a later life of the peer (`superseded`); a newer link of the same life
+ * (`relinked`); the other side had given it up (`refused`); this side closes.
+ */
+export type LossCause = 'lease' | 'superseded' | 'relinked' | 'refused' | 'closed';
+
 export type ChannelEvent =
   | { type: 'up'; peer: Peer; address: string }
-  | { type: 'lost'; peer: Peer; address: string; why: 'lease' | 'superseded' | 'refused' | 'closed' }
+  | { type: 'lost'; peer: Peer; address: string; why: LossCause }
   | { type: 'message'; peer: Peer; socket: SocketKind; message: Message; payload: Uint8Array }
   /** A HELLO was refused, by them or by us; it is tried again. */
   | { type: 'refused'; address: string; field: string; ours: string; theirs: string };
@@ -381,7 +387,7 @@ export async function openListener(
     return writers[socket]?.push(routingId, frames) ?? false;
   }
 
-  function lose(link: ListenerLink, why: 'lease' | 'superseded' | 'closed'): void {
+  function lose(link: ListenerLink, why: LossCause): void {
     byName.delete(link.peer.name);
     byRoutingId.delete(link.routingId);
     writers.control.forget(link.routingId);
@@ -435,7 +441,7 @@ export async function openListener(
       }
       // The data socket only completes a link that its control socket has begun.
       if (socket === 'data') return;
-      if (link !== undefined) lose(link, 'superseded');
+      if (link !== undefined) lose(link, link.peer.epoch === hello.epoch ? 'relinked' : 'superseded');
       const { role, name, epoch, fields } = hello;
       link = {
         peer: { role, name, epoch, fields },
@@ -614,7 +620,7 @@ export function openConnector(options: ChannelOptions): Connector {
   }
 
   /** Close the sockets first: nothing of this link is delivered after `lost`. */
-  function shut(connection: Connection, why: 'lease' | 'superseded' | 'refused' | 'closed'): void {
+  function shut(connection: Connection, why: LossCause): void {
     connections.delete(connection.address);
     const { control, data, controlWriter, dataWriter, peer, isUp, loops } = connection;
     connection.isUp = false;
@@ -631,7 +637,7 @@ export function openConnector(options: ChannelOptions): Connector {
     if (peer !== null && isUp) options.onEvent({ type: 'lost', peer, address: connection.address, why });
   }
 
-  function reopen(connection: Connection, why: 'lease' | 'superseded' | 'refused'): void {
+  function reopen(connection: Connection, why: LossCause): void {
     shut(connection, why);
     if (!isClosed) open(connection.address, connection.keep);
   }

@@ -78,7 +78,7 @@ export interface Closing {
   tombstones: Map<RoomKey, Tombstone>;
   /** By router: its smallest sequence still in use. */
   marks: Map<Epoch, number>;
-  /** Routers that were lost, latest last: all of their keys are closed for ever. */
+  /** Routers without a link, latest last: all of their keys are closed until they link again. */
   deadRouters: Epoch[];
 }
 
@@ -121,12 +121,30 @@ export function applyMark(closing: Closing, router: Epoch, smallestSequence: num
   evict(closing, (owner, sequence) => owner === router && sequence < smallestSequence);
 }
 
-/** A router is dead: nobody waits for its ends, and its keys need no tombstones. */
-export function buryRouter(closing: Closing, router: Epoch): void {
+/**
+ * A router has no link any more: nobody waits for its ends, and nothing is created for its keys.
+ *
+ * If it is dead, because a later life of it has spoken, its keys are closed for ever and need no tombstones. Otherwise
+ * they stay until it is the oldest of too many, for the same life may link again.
+ */
+export function buryRouter(closing: Closing, router: Epoch, isDead: boolean): void {
   if (!closing.deadRouters.includes(router)) closing.deadRouters.push(router);
-  if (closing.deadRouters.length > MAX_DEAD_ROUTERS) closing.deadRouters.shift();
+  for (const [key, ending] of closing.endings) if (ending.router === router) closing.endings.delete(key);
+  if (isDead) forgetRouter(closing, router);
+  if (closing.deadRouters.length > MAX_DEAD_ROUTERS) forgetRouter(closing, closing.deadRouters.shift() as Epoch);
+}
+
+function forgetRouter(closing: Closing, router: Epoch): void {
   closing.marks.delete(router);
   evict(closing, (owner) => owner === router);
+}
+
+/**
+ * The same life of a router has a link again. Both sides have ended all that was under way when the link was lost, so it
+ * only brings keys that are new or have a tombstone.
+ */
+export function unburyRouter(closing: Closing, router: Epoch): void {
+  closing.deadRouters = closing.deadRouters.filter((dead) => dead !== router);
 }
 
 /** A peer's life is over: so is every message to it. */

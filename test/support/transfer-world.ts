@@ -541,8 +541,8 @@ export function restartRouter(world: World): void {
   router.nextSequence = 0;
   for (const [path, queue] of world.network) if (path.includes('router')) queue.length = 0;
   for (const client of world.clients.values()) client.left = true;
-  runPrefill(world, { type: 'router_lost', router: old, nowMs });
-  runDecode(world, { type: 'router_lost', router: old, nowMs });
+  runPrefill(world, { type: 'router_lost', router: old, isDead: true, nowMs });
+  runDecode(world, { type: 'router_lost', router: old, isDead: true, nowMs });
 }
 
 /** Every move but faults, clients and time that is possible now. */

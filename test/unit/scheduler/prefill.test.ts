@@ -276,11 +276,11 @@ test('a newer life of the peer ends the rooms of the older one without an ABORT'
   assert.deepEqual(fromRouter(state, submitOf(1, 100)), ['end:peer_lost']);
 });
 
-test('the loss of the router ends its rooms, tells the peers, and closes its keys for ever', () => {
+test('the death of the router ends its rooms, tells the peers, and closes its keys for ever', () => {
   const state = create();
   fromPeer(state, 0, openOf(100));
   fromRouter(state, submitOf(1, 100));
-  assert.deepEqual(step(state, { type: 'router_lost', router: ROUTER, nowMs: 1 }), [
+  assert.deepEqual(step(state, { type: 'router_lost', router: ROUTER, isDead: true, nowMs: 1 }), [
     'ABORT:peer_lost',
     'ABORT:peer_lost',
     'end:peer_lost',
@@ -289,6 +289,19 @@ test('the loss of the router ends its rooms, tells the peers, and closes its key
   assert.deepEqual({ rooms, tombstones, unackedToRouters }, { rooms: 0, tombstones: 0, unackedToRouters: 0 });
   assert.deepEqual(fromPeer(state, 5, openOf(100)), ['ABORT:gone']);
   assert.deepEqual(fromRouter(state, submitOf(6, 100)), []);
+});
+
+test('a router that lost its link and comes back finds its old keys closed and may open new ones', () => {
+  const state = create();
+  fromRouter(state, submitOf(0, 100));
+  assert.deepEqual(step(state, { type: 'router_lost', router: ROUTER, isDead: false, nowMs: 1 }), [
+    'ABORT:peer_lost',
+    'end:peer_lost',
+  ]);
+  assert.deepEqual(fromRouter(state, submitOf(1, 100)), [], 'nothing is created while it has no link');
+  step(state, { type: 'router_up', router: ROUTER, nowMs: 2 });
+  assert.deepEqual(fromRouter(state, submitOf(0, 100)), ['end:peer_lost'], 'answered from the tombstone');
+  assert.deepEqual(fromRouter(state, submitOf(1, 100)), ['accepted']);
 });
 
 test('a drain refuses what is new and finishes what runs', () => {
