@@ -213,7 +213,7 @@ test('the router shows its own series and those of its workers, kept apart by a 
     ['sglang_generation_tokens_total', ['is_streaming="true"'], 9],
   ];
   for (const [name, labels, value] of expected) assert.equal(valueOf(text, name, ...labels), value, name);
-  assert.equal([...text.matchAll(/^handoff_aborts_total/gm)].length, REASONS.length * 4);
+  assert.equal([...text.matchAll(/^handoff_aborts_total/gm)].length, REASONS.length * 3);
   for (const line of text.split('\n'))
     assert.ok(line === '' || line.startsWith('#') || line.includes('worker="'), line);
   assertClean(t, text);
