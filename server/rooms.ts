@@ -325,4 +325,3 @@ function toRoomOutcome(outcome: NonNullable<Room['outcome']>): RoomOutcome {
   }
   return { kind: 'failed', error: errorOfReason(outcome.reason) };
 }
-

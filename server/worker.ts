@@ -17,7 +17,13 @@ import type { Logger } from 'pino';
 import { createDecode, nextDecodeBatch, statsDecode, stepDecode, type DecodeEvent } from '../scheduler/decode.ts';
 import { createPrefill, nextPrefillBatch, statsPrefill, stepPrefill, type PrefillEvent } from '../scheduler/prefill.ts';
 import type { DropCounts, SampledToken, UnitPlace, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
-import { openConnector, openListener, type ChannelEvent, type ChannelOptions, type Listener } from '../transfer/channel.ts';
+import {
+  openConnector,
+  openListener,
+  type ChannelEvent,
+  type ChannelOptions,
+  type Listener,
+} from '../transfer/channel.ts';
 import { crc32c } from '../transfer/checksum.ts';
 import {
   makeEpoch,
@@ -132,7 +138,9 @@ async function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterN
   });
   if (engine.config.pageTokens !== limits.pageTokens) {
     engine.close();
-    throw new Error(`this model's KV pages have ${engine.config.pageTokens} tokens, --page-tokens says ${limits.pageTokens}`);
+    throw new Error(
+      `this model's KV pages have ${engine.config.pageTokens} tokens, --page-tokens says ${limits.pageTokens}`,
+    );
   }
   return engine;
 }
@@ -211,7 +219,12 @@ async function serve(service: Service): Promise<RunningRole> {
         log.warn({ router: event.peer.name, epoch: event.peer.epoch, why: event.why }, 'router lost');
         return post({ type: 'router_lost', router: event.peer.epoch, isDead: event.why === 'superseded', nowMs });
       case 'message':
-        return post({ type: 'router_message', router: event.peer.epoch, message: event.message as RouterToWorker, nowMs });
+        return post({
+          type: 'router_message',
+          router: event.peer.epoch,
+          message: event.message as RouterToWorker,
+          nowMs,
+        });
       case 'refused':
         return logRefusal(log, event);
       default:
@@ -318,7 +331,8 @@ async function serve(service: Service): Promise<RunningRole> {
         read(effect.key, effect.firstUnit, effect.places);
         break;
       case 'discard':
-        for (let unit = 0; unit < effect.unitCount; unit++) staged.delete(stagedName(effect.key, effect.firstUnit + unit));
+        for (let unit = 0; unit < effect.unitCount; unit++)
+          staged.delete(stagedName(effect.key, effect.firstUnit + unit));
         break;
       case 'write': {
         const { key, unit, place, payload } = effect;
@@ -405,10 +419,7 @@ async function serve(service: Service): Promise<RunningRole> {
   }
 
   engine.device.lost.catch(die);
-  const timers = [
-    setInterval(() => post({ type: 'tick', nowMs: now() }), TICK_MS),
-    setInterval(reportLoad, LOAD_MS),
-  ];
+  const timers = [setInterval(() => post({ type: 'tick', nowMs: now() }), TICK_MS), setInterval(reportLoad, LOAD_MS)];
   http.on('request', (request, response) => {
     answer(request.url ?? '', { core, metrics, service, epoch, name }).then(({ status, type, body }) => {
       response.writeHead(status, { 'content-type': type });
@@ -562,10 +573,9 @@ function decodeCore(service: Service, self: Instance): Core {
   };
 }
 
-function commonGauges(stats: ReturnType<typeof statsPrefill> | ReturnType<typeof statsDecode>): Omit<
-  CoreGauges,
-  'queues' | 'pages' | 'inFlightBytes' | 'generatedTokensTotal' | 'running' | 'queuedTokens'
-> {
+function commonGauges(
+  stats: ReturnType<typeof statsPrefill> | ReturnType<typeof statsDecode>,
+): Omit<CoreGauges, 'queues' | 'pages' | 'inFlightBytes' | 'generatedTokensTotal' | 'running' | 'queuedTokens'> {
   return {
     slots: { free: stats.slotsFree, used: stats.slotsHeld },
     unacknowledged: { peer: stats.unackedToPeers, router: stats.unackedToRouters },
@@ -654,11 +664,24 @@ async function answer(
       const { draining, rooms } = of.core.gauges();
       const { role, config, adapterName } = of.service;
       const status = draining ? 'draining' : 'ok';
-      const body = { status, role, name: of.name, epoch: of.epoch, model: modelName(config), adapter: adapterName, rooms };
+      const body = {
+        status,
+        role,
+        name: of.name,
+        epoch: of.epoch,
+        model: modelName(config),
+        adapter: adapterName,
+        rooms,
+      };
       return { status: draining ? 503 : 200, type: json, body: JSON.stringify(body) };
     }
     default: {
-      const error = { message: 'This worker serves /health and /metrics; the API is at the router.', type: 'invalid_request_error', param: null, code: 'not_found' };
+      const error = {
+        message: 'This worker serves /health and /metrics; the API is at the router.',
+        type: 'invalid_request_error',
+        param: null,
+        code: 'not_found',
+      };
       return { status: 404, type: json, body: JSON.stringify({ error }) };
     }
   }

@@ -36,7 +36,11 @@ function pidOf(role: 'prefill' | 'decode'): number {
 for (const role of ['decode', 'prefill'] as const) {
   test(`seed ${SEED}: kill -9 of the ${role} worker under load`, async () => {
     const streams = Array.from({ length: 16 }, (_, index) =>
-      openCompletion(cluster.url, cluster.model, { prompt: randomPrompt(random, 30 + index * 40), maxTokens: 200, ignoreEos: true }),
+      openCompletion(cluster.url, cluster.model, {
+        prompt: randomPrompt(random, 30 + index * 40),
+        maxTokens: 200,
+        ignoreEos: true,
+      }),
     );
     await Promise.any(streams.map((stream) => stream.firstText));
     const victim = pidOf(role);
@@ -49,22 +53,33 @@ for (const role of ['decode', 'prefill'] as const) {
     }
 
     // The start of the new worker is not counted: its metrics answer once it is there.
-    await untilMetrics(cluster.url, 60_000, (samples) =>
-      samples.some((sample) => sample.name === 'handoff_worker_up' && sample.labels.role === role && sample.value === 1) &&
-      pidOf(role) !== victim,
+    await untilMetrics(
+      cluster.url,
+      60_000,
+      (samples) =>
+        samples.some(
+          (sample) => sample.name === 'handoff_worker_up' && sample.labels.role === role && sample.value === 1,
+        ) && pidOf(role) !== victim,
     );
     const startMs = performance.now();
     for (;;) {
-      const answer = await complete(cluster.url, cluster.model, { prompt: randomPrompt(random, 20), maxTokens: 4, ignoreEos: true }).catch(
-        (error: unknown) => {
-          assert.ok(error instanceof ServerError && error.status === 503, String(error));
-          return null;
-        },
-      );
+      const answer = await complete(cluster.url, cluster.model, {
+        prompt: randomPrompt(random, 20),
+        maxTokens: 4,
+        ignoreEos: true,
+      }).catch((error: unknown) => {
+        assert.ok(error instanceof ServerError && error.status === 503, String(error));
+        return null;
+      });
       if (answer) break;
       assert.ok(performance.now() - startMs < 10_000, 'new requests succeed within 10 s of the restart');
     }
-    await untilMetrics(cluster.url, 2000, (samples) => held(samples).length === 0, (samples) => held(samples).join('\n'));
+    await untilMetrics(
+      cluster.url,
+      2000,
+      (samples) => held(samples).length === 0,
+      (samples) => held(samples).join('\n'),
+    );
     await untilMetrics(cluster.url, 2000, (samples) => sumOf(samples, 'handoff_worker_up') === 2);
   });
 }

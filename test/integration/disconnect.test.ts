@@ -26,7 +26,11 @@ after(async () => {
 });
 
 function open(promptTokens: number, maxTokens = 1000): OpenStream {
-  return openCompletion(cluster.url, cluster.model, { prompt: randomPrompt(random, promptTokens), maxTokens, ignoreEos: true });
+  return openCompletion(cluster.url, cluster.model, {
+    prompt: randomPrompt(random, promptTokens),
+    maxTokens,
+    ignoreEos: true,
+  });
 }
 
 function queue(samples: readonly Sample[], role: 'prefill' | 'decode', name: string): number {
@@ -43,11 +47,20 @@ async function untilStage(role: 'prefill' | 'decode', name: string, count: numbe
 }
 
 async function untilQuiet(withinMs: number): Promise<void> {
-  await untilMetrics(cluster.url, withinMs, (samples) => held(samples).length === 0, (samples) => held(samples).join('\n'));
+  await untilMetrics(
+    cluster.url,
+    withinMs,
+    (samples) => held(samples).length === 0,
+    (samples) => held(samples).join('\n'),
+  );
 }
 
 async function answersAgain(): Promise<void> {
-  const answer = await complete(cluster.url, cluster.model, { prompt: randomPrompt(random, 20), maxTokens: 4, ignoreEos: true });
+  const answer = await complete(cluster.url, cluster.model, {
+    prompt: randomPrompt(random, 20),
+    maxTokens: 4,
+    ignoreEos: true,
+  });
   assert.equal(answer.completionTokens, 4);
 }
 
@@ -123,7 +136,10 @@ test(`seed ${SEED}: one flipped byte in a chunk fails that room with an explicit
     assert.notEqual(error.message, '');
     return true;
   });
-  assert.equal(sumOf(await readMetrics(cluster.url), 'handoff_checksum_failures_total', { engine_type: 'decode' }), before + 1);
+  assert.equal(
+    sumOf(await readMetrics(cluster.url), 'handoff_checksum_failures_total', { engine_type: 'decode' }),
+    before + 1,
+  );
   assert.ok((await bystander.text).length > 0);
   await untilQuiet(1000);
   await answersAgain();

@@ -63,5 +63,10 @@ test('one request over the limit gets 503 with Retry-After at once, and leaves n
   assert.equal(sumOf(await readMetrics(cluster.url), 'handoff_active_requests'), STREAMS);
 
   for (const stream of streams) stream.cut();
-  await untilMetrics(cluster.url, 2000, (samples) => held(samples).length === 0, (samples) => held(samples).join('\n'));
+  await untilMetrics(
+    cluster.url,
+    2000,
+    (samples) => held(samples).length === 0,
+    (samples) => held(samples).join('\n'),
+  );
 });

@@ -23,7 +23,10 @@ test('a running cluster', async (t) => {
       const samples = await readMetrics(cluster.url);
       for (const worker of ['prefill-0', 'prefill-1', 'decode-0', 'decode-1']) {
         assert.equal(sumOf(samples, 'handoff_worker_up', { worker }), 1);
-        assert.ok(samples.some((sample) => sample.name === 'handoff_kv_pages' && sample.labels.worker === worker), worker);
+        assert.ok(
+          samples.some((sample) => sample.name === 'handoff_kv_pages' && sample.labels.worker === worker),
+          worker,
+        );
       }
       assert.equal(sumOf(samples, 'sglang_realtime_tokens_total', { mode: 'prefill_compute' }), 3);
     });

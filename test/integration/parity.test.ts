@@ -80,7 +80,10 @@ test(`seed ${SEED}: the answers of one engine differ from prompt to prompt`, () 
 
 for (const setup of [
   { name: 'one worker of each role', args: [] },
-  { name: 'chunks of 128 tokens and two workers of each role', args: ['--prefill', '2', '--decode', '2', '--prefill-chunk-tokens', '128'] },
+  {
+    name: 'chunks of 128 tokens and two workers of each role',
+    args: ['--prefill', '2', '--decode', '2', '--prefill-chunk-tokens', '128'],
+  },
 ]) {
   test(`seed ${SEED}: ${setup.name}`, async (t) => {
     const cluster = await startCluster(setup.args);

@@ -70,7 +70,16 @@ async function post<T>(path: string, body: object): Promise<T> {
 async function curl(path: string, body: object): Promise<string> {
   const { stdout } = await run(
     'curl',
-    ['-sS', '-N', '--fail-with-body', '-H', 'content-type: application/json', '-d', JSON.stringify(body), cluster.url + path],
+    [
+      '-sS',
+      '-N',
+      '--fail-with-body',
+      '-H',
+      'content-type: application/json',
+      '-d',
+      JSON.stringify(body),
+      cluster.url + path,
+    ],
     { maxBuffer: 1 << 24 },
   );
   return stdout;
@@ -138,7 +147,11 @@ function answerOf(message: Message, finishReason: string): Answer {
   });
 }
 
-type Delta = { content?: string | null; reasoning_content?: string | null; tool_calls?: { index: number; function?: { name?: string; arguments?: string } }[] };
+type Delta = {
+  content?: string | null;
+  reasoning_content?: string | null;
+  tool_calls?: { index: number; function?: { name?: string; arguments?: string } }[];
+};
 
 function answerOfChunks(chunks: readonly { choices: { delta: Delta; finish_reason: string | null }[] }[]): Answer {
   const answer: Answer = { content: '', reasoning: '', toolCalls: [], finishReason: '' };

@@ -59,7 +59,8 @@ export function startHandoff(args: readonly string[], env: Readonly<Record<strin
           const match = pattern.exec(text);
           if (match) finish(() => resolve(match));
         };
-        const exited = (): void => finish(() => reject(new Error(`process ended before printing ${pattern}:\n${text}`)));
+        const exited = (): void =>
+          finish(() => reject(new Error(`process ended before printing ${pattern}:\n${text}`)));
         const timer = setTimeout(
           () => finish(() => reject(new Error(`not printed within ${timeoutMs} ms: ${pattern}\n${text}`))),
           timeoutMs,
@@ -82,7 +83,10 @@ export function startHandoff(args: readonly string[], env: Readonly<Record<strin
 }
 
 /** Start `handoff all` on free ports and wait until its router serves. */
-export async function startCluster(args: readonly string[] = [], env: Readonly<Record<string, string>> = {}): Promise<Cluster> {
+export async function startCluster(
+  args: readonly string[] = [],
+  env: Readonly<Record<string, string>> = {},
+): Promise<Cluster> {
   const handoff = startHandoff(['all', '--port', '0', '--prefill-port', '0', '--decode-port', '0', ...args], env);
   try {
     const [, url] = await handoff.printed(/curl[^\n]*?(http:\/\/[\d.]+:\d+)/);

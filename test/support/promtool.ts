@@ -20,5 +20,7 @@ export function ensurePromtool(): boolean {
 export function lintMetrics(page: string): string {
   const result = spawnSync('promtool', ['check', 'metrics'], { input: page, encoding: 'utf8' });
   if (result.error) throw result.error;
-  return result.status === 0 ? result.stdout + result.stderr : `exit ${result.status}: ${result.stdout}${result.stderr}`;
+  return result.status === 0
+    ? result.stdout + result.stderr
+    : `exit ${result.status}: ${result.stdout}${result.stderr}`;
 }

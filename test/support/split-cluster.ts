@@ -20,7 +20,13 @@ const PROXY_HOST = '127.0.0.3';
 /** Start everything on free ports. `args` go to every role. */
 export async function startSplitCluster(args: readonly string[] = []): Promise<SplitCluster> {
   const [transferPort, dataPort, prefillControl, decodeControl, routerPort, prefillPort, decodePort] = [
-    await freePort(), await freePort(), await freePort(), await freePort(), await freePort(), await freePort(), await freePort(),
+    await freePort(),
+    await freePort(),
+    await freePort(),
+    await freePort(),
+    await freePort(),
+    await freePort(),
+    await freePort(),
   ];
   const control = await startProxy({ listenHost: PROXY_HOST, targetHost: WORKER_HOST, port: transferPort });
   const data = await startProxy({ listenHost: PROXY_HOST, targetHost: WORKER_HOST, port: dataPort });
@@ -33,7 +39,14 @@ export async function startSplitCluster(args: readonly string[] = []): Promise<S
     ...['--advertise-host', PROXY_HOST],
     ...args,
   ]);
-  const decode = startHandoff(['decode', '--port', String(decodePort), '--control', `tcp://127.0.0.1:${decodeControl}`, ...args]);
+  const decode = startHandoff([
+    'decode',
+    '--port',
+    String(decodePort),
+    '--control',
+    `tcp://127.0.0.1:${decodeControl}`,
+    ...args,
+  ]);
   const router = startHandoff([
     'router',
     ...['--port', String(routerPort)],
@@ -69,7 +82,9 @@ async function untilHealthy(url: string, processes: readonly Handoff[]): Promise
     if (ok) return;
     const ended = processes.find(({ child }) => child.exitCode !== null || child.signalCode !== null);
     if (ended || performance.now() > endMs) {
-      throw new Error(`the cluster did not become healthy:\n${processes.map((process) => process.output()).join('\n---\n')}`);
+      throw new Error(
+        `the cluster did not become healthy:\n${processes.map((process) => process.output()).join('\n---\n')}`,
+      );
     }
     await new Promise((resolve) => setTimeout(resolve, 20));
   }

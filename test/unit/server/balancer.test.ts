@@ -28,7 +28,9 @@ function worker(
 
 function names(workers: WorkerView[], avoid: string[] = []): string {
   const choice = choosePair(workers, avoid);
-  return choice.kind === 'pair' ? `${choice.prefill.ref.name} ${choice.decode.ref.name}` : `${choice.kind} ${choice.role}`;
+  return choice.kind === 'pair'
+    ? `${choice.prefill.ref.name} ${choice.decode.ref.name}`
+    : `${choice.kind} ${choice.role}`;
 }
 
 test('the pair is the least loaded worker of each role', () => {
@@ -42,7 +44,12 @@ test('the pair is the least loaded worker of each role', () => {
 });
 
 test('equal loads are decided by queued tokens, then by name', () => {
-  const workers = [worker('prefill', 'b'), worker('prefill', 'a', { queuedTokens: 9 }), worker('decode', 'd'), worker('decode', 'c')];
+  const workers = [
+    worker('prefill', 'b'),
+    worker('prefill', 'a', { queuedTokens: 9 }),
+    worker('decode', 'd'),
+    worker('decode', 'c'),
+  ];
   assert.equal(names(workers), 'b c');
 });
 
