@@ -385,7 +385,7 @@ export const OPTIONS = {
     unit: 'tokens',
     min: PAGE_TOKENS_STEP,
     max: 65_536,
-    default: 512,
+    default: 256,
     help: 'most prompt tokens computed in one step, a multiple of --page-tokens',
     commands: ['all', ...WORKERS],
   },

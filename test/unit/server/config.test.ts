@@ -44,7 +44,7 @@ test('without flags each role has its documented defaults', () => {
     maxRunningRequests: 64,
     maxQueuedRequests: 64,
     pageTokens: 128,
-    prefillChunkTokens: 512,
+    prefillChunkTokens: 256,
     contextLength: null,
     pageCount: null,
     kvMemoryBytes: 2 ** 30,
