@@ -85,8 +85,14 @@ const PAGE_TOKENS = 128;
 // A ratio that needs larger pages than this is a mistake.
 const MAX_PAGE_TOKENS = 4096;
 
-/** Read `config.json` of a checkpoint directory. */
-export function loadModelConfig(directory: string): ModelConfig {
+/**
+ * Read `config.json` of a checkpoint directory.
+ *
+ * pageTokens  tokens of one KV page; the smallest that the model allows when left out
+ *
+ * @throws ConfigError naming the field, or when `pageTokens` is not a multiple of what the model allows.
+ */
+export function loadModelConfig(directory: string, { pageTokens }: { pageTokens?: number } = {}): ModelConfig {
   const path = join(directory, 'config.json');
   let text: string;
   try {
@@ -100,7 +106,13 @@ export function loadModelConfig(directory: string): ModelConfig {
   } catch (cause) {
     throw new ConfigError('(file)', `is not JSON: ${(cause as Error).message}`);
   }
-  return parseModelConfig(json);
+  const config = parseModelConfig(json);
+  if (pageTokens === undefined || pageTokens === config.pageTokens) return config;
+  if (pageTokens <= 0 || pageTokens % config.pageTokens !== 0) {
+    const problem = `KV pages must be a multiple of ${config.pageTokens} tokens, ${pageTokens} are asked for`;
+    throw new ConfigError('compress_ratios', problem);
+  }
+  return { ...config, pageTokens };
 }
 
 /**

@@ -48,6 +48,8 @@ export interface ModelOptions {
   readonly maxSequences: number;
   /** Longest sequence; the config's own limit if that is smaller. */
   readonly maxPositions: number;
+  /** Tokens of one KV page, as for `loadModelConfig`. */
+  readonly pageTokens?: number;
   /** Load the draft block too. */
   readonly mtp?: boolean;
   readonly onProgress?: (progress: ModelProgress) => void;
@@ -81,7 +83,8 @@ export interface ForwardBatch {
 
 /** Read a checkpoint directory and make the model ready: weights loaded, every pipeline compiled and run once. */
 export async function loadModel(device: Device, directory: string, options: ModelOptions): Promise<Model> {
-  const config = loadModelConfig(directory);
+  const { pageTokens } = options;
+  const config = loadModelConfig(directory, pageTokens === undefined ? {} : { pageTokens });
   const source = await openCheckpoint(directory);
   try {
     return await createModel(device, config, source, options);

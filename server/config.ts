@@ -31,8 +31,8 @@ export interface SchedulerLimits {
   /** Longest sequence, prompt and answer together; null: what the model's config says. */
   readonly contextLength: number | null;
   /** Pages of the KV pool; null: see `choosePageCount`. */
-  readonly pageCount: number | null;
-  /** What the pool may take when `pageCount` is null. */
+  readonly kvPages: number | null;
+  /** What the pool may take when `kvPages` is null. */
   readonly kvMemoryBytes: number;
 }
 
@@ -48,6 +48,8 @@ export interface Deadlines {
   readonly roomMs: number;
   /** Longest life of a request. */
   readonly requestMs: number;
+  /** What a process that was told to end waits for its requests, before it ends them itself. */
+  readonly drainMs: number;
 }
 
 interface Common {
@@ -71,6 +73,8 @@ export interface AllConfig extends Common, Listening {
   readonly prefillPort: number;
   readonly decodePort: number;
   readonly adapter: string | null;
+  /** What SIGTERM leaves to running requests. */
+  readonly drainMs: number;
   /** Flags that each child gets as they are: everything `all` shares with that role. */
   readonly childFlags: Readonly<Record<'router' | WorkerRole, readonly string[]>>;
 }
@@ -93,7 +97,7 @@ export interface WorkerConfig extends Common, Listening {
   /** The same for KV pages; null: any free port on the host of `transfer`. */
   readonly transferData: string | null;
   /** Host that peers are told instead of the bound one; null: the bound one. */
-  readonly advertiseHost: string | null;
+  readonly advertise: string | null;
   /** `lavapipe`, `swiftshader` or a part of an adapter's name; null: the best one there is. */
   readonly adapter: string | null;
   readonly limits: SchedulerLimits;
@@ -174,7 +178,8 @@ const PAGE_TOKENS_STEP = 128;
 const HEARTBEAT_MISSES = 3;
 
 interface Row {
-  readonly kind: 'integer' | 'number' | 'text' | 'switch' | 'texts' | 'integers';
+  /** A `duration` is given with its unit (`500ms`, `10s`, `2m`, `1h`) and kept in ms. */
+  readonly kind: 'integer' | 'number' | 'duration' | 'text' | 'switch' | 'texts' | 'integers';
   /** What the value is, for help and faults: `N`, `HOST`, `DIR`. */
   readonly value?: string;
   readonly unit?: string;
@@ -293,7 +298,7 @@ export const OPTIONS = {
     help: 'address this worker binds for KV pages',
     commands: WORKERS,
   },
-  advertiseHost: {
+  advertise: {
     kind: 'text',
     value: 'HOST',
     default: null,
@@ -355,10 +360,10 @@ export const OPTIONS = {
     min: PAGE_TOKENS_STEP,
     max: 4096,
     default: 128,
-    help: 'tokens of one KV page, a multiple of 128; equal on all workers',
+    help: "tokens of one KV page, a multiple of 128 and of the model's compression ratios; equal on all workers",
     commands: ['all', ...WORKERS],
   },
-  pageCount: {
+  kvPages: {
     kind: 'integer',
     value: 'N',
     unit: 'pages',
@@ -376,7 +381,7 @@ export const OPTIONS = {
     min: 1,
     max: 2 ** 24,
     default: 1024,
-    help: "most that a worker's KV pool takes when --page-count is not given",
+    help: "most that a worker's KV pool takes when --kv-pages is not given",
     commands: ['all', ...WORKERS],
   },
   prefillChunkTokens: {
@@ -389,54 +394,58 @@ export const OPTIONS = {
     help: 'most prompt tokens computed in one step, a multiple of --page-tokens',
     commands: ['all', ...WORKERS],
   },
-  heartbeatMs: {
-    kind: 'integer',
-    value: 'N',
-    unit: 'ms',
+  heartbeat: {
+    kind: 'duration',
+    value: 'TIME',
     min: 10,
     max: MAX_TIMER_MS,
-    default: 2000,
-    help: 'time between two pings to a peer; three must fit in --lease-ms',
+    default: 1000,
+    help: 'time between two pings to a peer; three must fit in --lease',
     commands: ROLES,
   },
-  leaseMs: {
-    kind: 'integer',
-    value: 'N',
-    unit: 'ms',
+  lease: {
+    kind: 'duration',
+    value: 'TIME',
     min: 10,
     max: MAX_TIMER_MS,
     default: 10_000,
     help: 'a peer that is silent for so long is lost',
     commands: ROLES,
   },
-  stallMs: {
-    kind: 'integer',
-    value: 'N',
-    unit: 'ms',
+  transferStallTimeout: {
+    kind: 'duration',
+    value: 'TIME',
     min: 10,
     max: MAX_TIMER_MS,
     default: 15_000,
-    help: 'a transfer without progress for so long fails; at least --lease-ms',
+    help: 'a transfer without progress for so long fails; at least --lease',
     commands: ROLES,
   },
-  roomMs: {
-    kind: 'integer',
-    value: 'N',
-    unit: 'ms',
+  roomTimeout: {
+    kind: 'duration',
+    value: 'TIME',
     min: 10,
     max: MAX_TIMER_MS,
     default: 60_000,
-    help: "longest time to a request's first token, time spent queued excluded; above --stall-ms",
+    help: "longest time to a request's first token, time spent queued excluded; above --transfer-stall-timeout",
     commands: ROLES,
   },
-  requestMs: {
-    kind: 'integer',
-    value: 'N',
-    unit: 'ms',
+  requestTimeout: {
+    kind: 'duration',
+    value: 'TIME',
     min: 10,
     max: MAX_TIMER_MS,
     default: 600_000,
-    help: 'longest life of a request; above --room-ms',
+    help: 'longest life of a request; above --room-timeout',
+    commands: ROLES,
+  },
+  drainGrace: {
+    kind: 'duration',
+    value: 'TIME',
+    min: 10,
+    max: MAX_TIMER_MS,
+    default: 30_000,
+    help: 'time that SIGTERM leaves to running requests; above --transfer-stall-timeout',
     commands: ROLES,
   },
   ids: {
@@ -543,6 +552,7 @@ type Key = keyof typeof OPTIONS;
 interface ValueOfKind {
   integer: number;
   number: number;
+  duration: number;
   text: string;
   switch: boolean;
   texts: readonly string[];
@@ -563,6 +573,27 @@ const DEFAULT_PORTS: Partial<Record<Command, number>> = {
   prefill: OPTIONS.prefillPort.default,
   decode: OPTIONS.decodePort.default,
 };
+
+/** Duration units, largest first, in ms. */
+const UNITS_MS = [
+  ['h', 3_600_000],
+  ['m', 60_000],
+  ['s', 1000],
+  ['ms', 1],
+] as const;
+
+/** Milliseconds of `500ms`, `1.5s`, `2m` or `1h`, whole ones; null when `text` is not of that form. */
+export function parseDuration(text: string): number | null {
+  const [, digits, name] = /^(\d+(?:\.\d+)?)(ms|s|m|h)$/.exec(text) ?? [];
+  const unit = UNITS_MS.find(([candidate]) => candidate === name);
+  return unit === undefined ? null : Math.round(Number(digits) * unit[1]);
+}
+
+/** The shortest exact text of a duration: 15000 → `15s`. Inverse of `parseDuration`. */
+export function formatDuration(ms: number): string {
+  const [name, unitMs] = UNITS_MS.find(([, size]) => ms >= size && ms % size === 0) ?? ['ms', 1];
+  return `${ms / unitMs}${name}`;
+}
 
 /** `prefillPort` → `--prefill-port`. */
 export function flagOf(key: Key): string {
@@ -613,20 +644,20 @@ export function resolveConfig(argv: readonly string[], env: Readonly<Record<stri
  *
  * contextTokens  longest sequence; pageBytes  bytes of one page, all layers
  *
- * `--page-count` as given; else enough for every running request at full length, but no more than
+ * `--kv-pages` as given; else enough for every running request at full length, but no more than
  * `--kv-memory`. Throws `ConfigError` when one sequence of full length would not fit.
  */
 export function choosePageCount(
-  limits: Pick<SchedulerLimits, 'pageCount' | 'kvMemoryBytes' | 'pageTokens' | 'maxRunningRequests'>,
+  limits: Pick<SchedulerLimits, 'kvPages' | 'kvMemoryBytes' | 'pageTokens' | 'maxRunningRequests'>,
   sizes: { contextTokens: number; pageBytes: number },
 ): number {
   const sequencePages = Math.ceil(sizes.contextTokens / limits.pageTokens);
   const fitting = Math.floor(limits.kvMemoryBytes / sizes.pageBytes);
-  const pageCount = limits.pageCount ?? Math.min(limits.maxRunningRequests * sequencePages, fitting);
+  const pageCount = limits.kvPages ?? Math.min(limits.maxRunningRequests * sequencePages, fitting);
   if (pageCount < sequencePages) {
     throw new ConfigError(null, [
       `${pageCount} KV pages of ${sizes.pageBytes} bytes are too few: one sequence of ${sizes.contextTokens} tokens ` +
-        `needs ${sequencePages}; raise ${flagOf('kvMemory')} or ${flagOf('pageCount')}, or lower ${flagOf('contextLength')}`,
+        `needs ${sequencePages}; raise ${flagOf('kvMemory')} or ${flagOf('kvPages')}, or lower ${flagOf('contextLength')}`,
     ]);
   }
   return pageCount;
@@ -696,7 +727,8 @@ function usageOf(key: Key, row: Row): string {
 
 function defaultTextOf(row: Row): string {
   if (row.defaultText !== undefined) return row.defaultText;
-  return row.default === null || row.default === false ? '' : String(row.default);
+  if (row.default === null || row.default === false) return '';
+  return row.kind === 'duration' ? formatDuration(row.default as number) : String(row.default);
 }
 
 function version(): string {
@@ -796,6 +828,14 @@ function parseValue(name: string, row: Row, texts: readonly string[], faults: st
       const kind = row.kind === 'integer' ? 'a whole number' : 'a number';
       return value >= min && value <= max ? value : refuse(`${kind} from ${min} to ${max}`);
     }
+    case 'duration': {
+      const value = parseDuration(text);
+      const { min = 0, max = MAX_TIMER_MS } = row;
+      if (value !== null && value >= min && value <= max) return value;
+      // A bare number could be anything; saying so is better than guessing a factor of 1000 wrong.
+      if (/^\d+(\.\d+)?$/.test(text)) return refuse(`given with a unit: write ${text}ms, ${text}s or ${text}m`);
+      return refuse(`a time such as 500ms, 10s or 2m, from ${formatDuration(min)} to ${formatDuration(max)}`);
+    }
     case 'integers': {
       const parts = text.split(',');
       const wrong = parts.find((part) => !/^\d+$/.test(part.trim()) || !Number.isSafeInteger(Number(part)));
@@ -872,17 +912,24 @@ function contradictions(command: Command, settings: Settings, given: Given): str
   return faults;
 }
 
-/** The chain of deadlines: a shorter clock must ring before the longer one that would hide it. */
+/**
+ * The chain of deadlines: a shorter clock must ring before the longer one that would hide it. Each inequality that
+ * does not hold is named with both values.
+ */
 function wrongOrder(settings: Settings): string[] {
-  const faults: string[] = [];
-  const { heartbeatMs, leaseMs, stallMs, roomMs, requestMs } = settings;
-  if (heartbeatMs * HEARTBEAT_MISSES >= leaseMs) {
-    faults.push(`${HEARTBEAT_MISSES} times --heartbeat-ms (${heartbeatMs}) must be less than --lease-ms (${leaseMs})`);
-  }
-  if (leaseMs > stallMs) faults.push(`--lease-ms (${leaseMs}) must not exceed --stall-ms (${stallMs})`);
-  if (stallMs >= roomMs) faults.push(`--stall-ms (${stallMs}) must be less than --room-ms (${roomMs})`);
-  if (roomMs >= requestMs) faults.push(`--room-ms (${roomMs}) must be less than --request-ms (${requestMs})`);
-  return faults;
+  const chain: { short: Key; times?: number; relation: '<' | '<='; long: Key }[] = [
+    { short: 'heartbeat', times: HEARTBEAT_MISSES, relation: '<', long: 'lease' },
+    { short: 'lease', relation: '<=', long: 'transferStallTimeout' },
+    { short: 'transferStallTimeout', relation: '<', long: 'roomTimeout' },
+    { short: 'roomTimeout', relation: '<', long: 'requestTimeout' },
+    { short: 'transferStallTimeout', relation: '<', long: 'drainGrace' },
+  ];
+  return chain.flatMap(({ short, times = 1, relation, long }) => {
+    const [shortMs, longMs] = [settings[short] as number, settings[long] as number];
+    if (shortMs * times < longMs || (relation === '<=' && shortMs === longMs)) return [];
+    const left = `${times === 1 ? '' : `${times} * `}${flagOf(short)} (${formatDuration(shortMs)})`;
+    return [`${left} ${relation} ${flagOf(long)} (${formatDuration(longMs)}) does not hold`];
+  });
 }
 
 function wrongPages(settings: Settings): string[] {
@@ -920,11 +967,12 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
   const common = { logLevel: settings.logLevel as LogLevel, model: settings.model! };
   const listening = { host: settings.host, port: settings.port };
   const deadlines: Deadlines = {
-    heartbeatMs: settings.heartbeatMs,
-    leaseMs: settings.leaseMs,
-    stallMs: settings.stallMs,
-    roomMs: settings.roomMs,
-    requestMs: settings.requestMs,
+    heartbeatMs: settings.heartbeat,
+    leaseMs: settings.lease,
+    stallMs: settings.transferStallTimeout,
+    roomMs: settings.roomTimeout,
+    requestMs: settings.requestTimeout,
+    drainMs: settings.drainGrace,
   };
   const limits: SchedulerLimits = {
     maxRunningRequests: settings.maxRunningRequests,
@@ -932,7 +980,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
     pageTokens: settings.pageTokens,
     prefillChunkTokens: settings.prefillChunkTokens,
     contextLength: settings.contextLength,
-    pageCount: settings.pageCount,
+    kvPages: settings.kvPages,
     kvMemoryBytes: settings.kvMemory * MIB,
   };
   switch (command) {
@@ -946,6 +994,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillPort: settings.prefillPort,
         decodePort: settings.decodePort,
         adapter: settings.adapter,
+        drainMs: settings.drainGrace,
         childFlags: {
           router: childFlags('router', settings),
           prefill: childFlags('prefill', settings),
@@ -971,7 +1020,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         control: settings.control,
         transfer: settings.transfer,
         transferData: settings.transferData,
-        advertiseHost: settings.advertiseHost,
+        advertise: settings.advertise,
         adapter: settings.adapter,
         limits,
         deadlines,
@@ -1010,7 +1059,8 @@ function childFlags(role: 'router' | WorkerRole, settings: Settings): string[] {
   for (const [key, row] of ROWS) {
     const value = settings[key];
     if (row.inherited === false || value === null) continue;
-    if (row.commands.includes('all') && row.commands.includes(role)) flags.push(`${flagOf(key)}=${String(value)}`);
+    if (!row.commands.includes('all') || !row.commands.includes(role)) continue;
+    flags.push(`${flagOf(key)}=${row.kind === 'duration' ? formatDuration(value as number) : String(value)}`);
   }
   return flags;
 }

@@ -21,6 +21,8 @@ export interface EngineOptions {
   readonly maxSequences: number;
   /** Positions a sequence may reach; what the checkpoint says when left out. */
   readonly contextTokens?: number;
+  /** Tokens of one page; the model's own when left out. */
+  readonly pageTokens?: number;
   /** Pages of the cache, decided once the size of a page is known. */
   readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
   readonly slotCount: number;
@@ -68,7 +70,8 @@ export interface Engine {
  */
 export async function openEngine(options: EngineOptions): Promise<Engine> {
   // Read before the adapter is opened: a wrong directory should fail in milliseconds.
-  const config = loadModelConfig(options.modelDir);
+  const pages = options.pageTokens === undefined ? {} : { pageTokens: options.pageTokens };
+  const config = loadModelConfig(options.modelDir, pages);
   const contextTokens = options.contextTokens ?? config.maxPositions;
   const pageCount = options.choosePageCount({ contextTokens, pageBytes: pageBytesOf(config) });
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
@@ -77,6 +80,7 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,
       maxPositions: contextTokens,
+      ...pages,
       ...(options.onProgress ? { onProgress: options.onProgress } : {}),
     });
     const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount });

@@ -60,6 +60,10 @@ const STAGING_BYTES = 64 << 20;
 const PEER_BUFFER_BYTES = 64 << 20;
 /** What one room may have under way. */
 const ROOM_WINDOW_BYTES = 8 << 20;
+/** Tokens for which a sequence gets pages in advance. */
+const HEADROOM_TOKENS = 128;
+/** Host memory for retracted sequences. */
+const HOST_BYTES = 256 << 20;
 /** Bounds of the send queue of one peer; the bytes are above every credit, so they bind only when a peer is sick. */
 const QUEUED_MESSAGES = 1 << 16;
 const QUEUED_BYTES = 256 << 20;
@@ -123,10 +127,11 @@ export async function runWorker(config: WorkerConfig, role: WorkerRole): Promise
   }
 }
 
-async function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: string): Promise<Engine> {
+function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: string): Promise<Engine> {
   const { limits } = config;
-  const engine = await openEngine({
+  return openEngine({
     modelDir: config.model,
+    pageTokens: limits.pageTokens,
     adapterName,
     maxRows: role === 'prefill' ? limits.prefillChunkTokens : limits.maxRunningRequests,
     maxSequences: limits.maxRunningRequests,
@@ -136,13 +141,6 @@ async function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterN
     onProgress: ({ stage, done, total }) =>
       reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'pipelines' }),
   });
-  if (engine.config.pageTokens !== limits.pageTokens) {
-    engine.close();
-    throw new Error(
-      `this model's KV pages have ${engine.config.pageTokens} tokens, --page-tokens says ${limits.pageTokens}`,
-    );
-  }
-  return engine;
 }
 
 interface Service {
@@ -241,7 +239,7 @@ async function serve(service: Service): Promise<RunningRole> {
     role === 'prefill'
       ? await openListener({ ...linkOptions(name, peerFields), onEvent: onPeerEvent }, transferAddresses(config))
       : openConnector({ ...linkOptions(name, peerFields), onEvent: onPeerEvent });
-  const transfer = 'address' in peers ? advertised(peers.address, config.advertiseHost) : undefined;
+  const transfer = 'address' in peers ? advertised(peers.address, config.advertise) : undefined;
   const control: Listener = await openListener(
     {
       ...linkOptions(name, { model: modelDigest, role, http: httpUrl, transfer: transfer ?? '' }),
@@ -253,6 +251,8 @@ async function serve(service: Service): Promise<RunningRole> {
   // ---- the pure state
   const core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
   const staged = new Map<string, Uint8Array>();
+  /** Units of retracted sequences: pages in order, then the slot. */
+  const copies = new Map<RoomKey, readonly Uint8Array[]>();
   const submittedMs = new Map<RoomKey, number>();
   const moving = new Set<RoomKey>();
   const totals = { sentBytes: 0, receivedBytes: 0, bootstrapFailures: 0, transferFailures: 0 };
@@ -336,14 +336,31 @@ async function serve(service: Service): Promise<RunningRole> {
         break;
       case 'write': {
         const { key, unit, place, payload } = effect;
-        if (place.kind === 'page') engine.writePage(place.page, payload);
-        else engine.writeSlot(place.slot, payload);
+        writePlace(place, payload);
         totals.receivedBytes += payload.byteLength;
         moving.add(key);
-        // The queue has its own copy by now, ordered before every later step.
         post({ type: 'written', key, unit, nowMs: now() });
         break;
       }
+      case 'save': {
+        const { key, places } = effect;
+        readPlaces(places).then((units) => {
+          copies.set(key, units);
+          post({ type: 'saved', key, nowMs: now() });
+        }, die);
+        break;
+      }
+      case 'restore': {
+        const { key, places } = effect;
+        const units = copies.get(key);
+        if (units?.length !== places.length) throw new Error(`${key} has no copy of ${places.length} units`);
+        for (const [index, place] of places.entries()) writePlace(place, units[index]!);
+        post({ type: 'restored', key, nowMs: now() });
+        break;
+      }
+      case 'forget':
+        copies.delete(effect.key);
+        break;
       case 'report': {
         const { router, message } = effect;
         if (message.type === 'end') noteEnd(message.key, message);
@@ -359,15 +376,26 @@ async function serve(service: Service): Promise<RunningRole> {
   }
 
   function read(key: RoomKey, firstUnit: number, places: readonly UnitPlace[]): void {
-    const pages = places.flatMap((place) => (place.kind === 'page' ? [place.page] : []));
-    const slot = places.find((place) => place.kind === 'slot')?.slot ?? null;
-    engine.readUnits(pages, slot).then((units) => {
+    readPlaces(places).then((units) => {
       const checksums = units.map((bytes, index) => {
         staged.set(stagedName(key, firstUnit + index), bytes);
         return crc32c(bytes);
       });
       post({ type: 'read_done', key, firstUnit, checksums, nowMs: now() });
     }, die);
+  }
+
+  /** Pages come first, then the slot. */
+  function readPlaces(places: readonly UnitPlace[]): Promise<Uint8Array[]> {
+    const pages = places.flatMap((place) => (place.kind === 'page' ? [place.page] : []));
+    const slot = places.find((place) => place.kind === 'slot')?.slot ?? null;
+    return engine.readUnits(pages, slot);
+  }
+
+  /** The queue has its own copy when this returns, ordered before every later step. */
+  function writePlace(place: UnitPlace, bytes: Uint8Array): void {
+    if (place.kind === 'page') engine.writePage(place.page, bytes);
+    else engine.writeSlot(place.slot, bytes);
   }
 
   /** The bytes of a chunk's units, which leave the staging with it. */
@@ -533,6 +561,8 @@ function decodeCore(service: Service, self: Instance): Core {
       maxRunning: service.config.limits.maxRunningRequests,
       peerBufferBytes: Math.max(PEER_BUFFER_BYTES, 4 * largestUnit),
       roomWindowBytes: Math.max(ROOM_WINDOW_BYTES, largestUnit),
+      headroomTokens: HEADROOM_TOKENS,
+      hostBytes: HOST_BYTES,
     },
     self,
   );

@@ -36,7 +36,7 @@ export async function startSplitCluster(args: readonly string[] = []): Promise<S
     ...['--control', `tcp://127.0.0.1:${prefillControl}`],
     ...['--transfer', `tcp://${WORKER_HOST}:${transferPort}`],
     ...['--transfer-data', `tcp://${WORKER_HOST}:${dataPort}`],
-    ...['--advertise-host', PROXY_HOST],
+    ...['--advertise', PROXY_HOST],
     ...args,
   ]);
   const decode = startHandoff([

@@ -193,6 +193,14 @@ describe('a config', () => {
     const { pageTokens } = parseModelConfig({ ...checkpoint, compress_ratios: [0, 4, 48, 128] });
     assert.equal(pageTokens, 384);
   });
+
+  test('takes larger pages that every ratio divides, and no others', () => {
+    const nano = fileURLToPath(new URL('../../../model/nano', import.meta.url));
+    assert.equal(loadModelConfig(nano, { pageTokens: 256 }).pageTokens, 256);
+    for (const pageTokens of [0, 64, 192]) {
+      assert.throws(() => loadModelConfig(nano, { pageTokens }), /multiple of 128 tokens/, String(pageTokens));
+    }
+  });
 });
 
 describe('a fault names its field', () => {

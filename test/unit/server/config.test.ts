@@ -46,15 +46,16 @@ test('without flags each role has its documented defaults', () => {
     pageTokens: 128,
     prefillChunkTokens: 256,
     contextLength: null,
-    pageCount: null,
+    kvPages: null,
     kvMemoryBytes: 2 ** 30,
   });
   assert.deepEqual(decode.deadlines, {
-    heartbeatMs: 2000,
+    heartbeatMs: 1000,
     leaseMs: 10_000,
     stallMs: 15_000,
     roomMs: 60_000,
     requestMs: 600_000,
+    drainMs: 30_000,
   });
   assert.equal((resolveConfig(['prefill'], {}) as WorkerConfig).port, 8100);
   assert.equal((resolveConfig(['router', ...workers], {}) as RouterConfig).port, 8000);
@@ -68,7 +69,7 @@ test('the default model is the embedded one, a given one becomes absolute', () =
 });
 
 test('a flag wins over the environment, the environment over the default, and the last of two flags', () => {
-  const env = { HANDOFF_PORT: '9001', HANDOFF_LEASE_MS: '8000' };
+  const env = { HANDOFF_PORT: '9001', HANDOFF_LEASE: '8s' };
   const { port, deadlines } = resolveConfig(['decode', '--port=9002'], env) as WorkerConfig;
   assert.deepEqual([port, deadlines.leaseMs, deadlines.stallMs], [9002, 8000, 15_000]);
   assert.equal((resolveConfig(['decode', '--port', '1', '--port', '2'], {}) as WorkerConfig).port, 2);
@@ -137,10 +138,10 @@ test('all faults are listed at once', () => {
         '--port',
         '1',
       ],
-      { HANDOFF_LOG_LEVEL: 'loud', HANDOFF_LEASE_MS: '1e4' },
+      { HANDOFF_LOG_LEVEL: 'loud', HANDOFF_LEASE: '1e4s' },
     ),
     [
-      'HANDOFF_LEASE_MS must be a whole number from 10 to 2147483647, got "1e4"',
+      'HANDOFF_LEASE must be a time such as 500ms, 10s or 2m, from 10ms to 2147483647ms, got "1e4s"',
       'HANDOFF_LOG_LEVEL must be one of fatal, error, warn, info, debug, trace, silent, got "loud"',
       'unknown option --prot; did you mean --port?',
       'unknown option --bogus-flag',
@@ -172,14 +173,38 @@ const refusals: [string, string[], RegExp][] = [
   ],
   ['a router without workers', ['router', '--decode-worker=tcp://h:1'], /--prefill-worker is needed at least once/],
   ['a directory without a model', ['all', '--model', 'scripts'], /--model: no config.json in .*scripts/],
-  ['heartbeats too rare for the lease', ['all', '--heartbeat-ms=4000'], /3 times --heartbeat-ms \(4000\) must be less/],
-  ['a lease above the stall clock', ['all', '--lease-ms=16000'], /--lease-ms \(16000\) must not exceed --stall-ms/],
+  [
+    'heartbeats too rare for the lease',
+    ['all', '--heartbeat=4s'],
+    /^3 \* --heartbeat \(4s\) < --lease \(10s\) does not hold$/,
+  ],
+  [
+    'a lease above the stall clock',
+    ['all', '--lease=16s'],
+    /^--lease \(16s\) <= --transfer-stall-timeout \(15s\) does/,
+  ],
   [
     'a stall clock above the room clock',
-    ['all', '--room-ms=15000'],
-    /--stall-ms \(15000\) must be less than --room-ms/,
+    ['all', '--room-timeout=15s'],
+    /^--transfer-stall-timeout \(15s\) < --room-timeout \(15s\) does/,
   ],
-  ['a room clock above the request clock', ['all', '--request-ms=60000'], /--room-ms \(60000\) must be less/],
+  [
+    'a room clock above the request clock',
+    ['all', '--request-timeout=1m'],
+    /^--room-timeout \(1m\) < --request-timeout \(1m\) does/,
+  ],
+  [
+    'a drain shorter than a stall',
+    ['all', '--drain-grace=15s'],
+    /^--transfer-stall-timeout \(15s\) < --drain-grace \(15s\)/,
+  ],
+  [
+    'a time without a unit',
+    ['all', '--lease=10'],
+    /^--lease must be given with a unit: write 10ms, 10s or 10m, got "10"$/,
+  ],
+  ['a time in a unit that does not exist', ['all', '--lease=10min'], /--lease must be a time such as 500ms, 10s or 2m/],
+  ['a time that no timer can hold', ['all', '--request-timeout=600h'], /from 10ms to 2147483647ms, got "600h"/],
   ['pages that split a compressed entry', ['prefill', '--page-tokens=192'], /--page-tokens must be a multiple of 128/],
   [
     'chunks that split a page',
@@ -216,12 +241,12 @@ for (const [what, argv, expected] of refusals) {
 
 test('all passes on what it shares with a role, and nothing else', () => {
   const { childFlags } = resolveConfig(
-    ['all', '--port=1', '--context-length=2048', '--adapter', 'lavapipe', '--request-ms=700000'],
+    ['all', '--port=1', '--context-length=2048', '--adapter', 'lavapipe', '--request-timeout=700s'],
     {},
   ) as AllConfig;
   for (const role of ['router', 'prefill', 'decode'] as const) {
     const flags = childFlags[role];
-    assert.ok(flags.includes('--context-length=2048') && flags.includes('--request-ms=700000'), role);
+    assert.ok(flags.includes('--context-length=2048') && flags.includes('--request-timeout=700s'), role);
     assert.equal(flags.includes('--adapter=lavapipe'), role !== 'router');
     assert.ok(
       !flags.some((flag) => /^--(host|port|prefill|decode)/.test(flag) && !flag.startsWith('--prefill-chunk')),
@@ -267,16 +292,16 @@ test('a config is frozen at every depth', () => {
 });
 
 test('the page pool holds all running requests, within the memory it may take', () => {
-  const limits = { pageCount: null, kvMemoryBytes: 2 ** 30, pageTokens: 128, maxRunningRequests: 64 };
+  const limits = { kvPages: null, kvMemoryBytes: 2 ** 30, pageTokens: 128, maxRunningRequests: 64 };
   assert.equal(choosePageCount(limits, { contextTokens: 4096, pageBytes: 65_536 }), 64 * 32);
   assert.equal(choosePageCount(limits, { contextTokens: 4097, pageBytes: 65_536 }), 64 * 33);
   assert.equal(
     choosePageCount({ ...limits, kvMemoryBytes: 2 ** 26 }, { contextTokens: 4096, pageBytes: 65_536 }),
     1024,
   );
-  assert.equal(choosePageCount({ ...limits, pageCount: 40 }, { contextTokens: 4096, pageBytes: 65_536 }), 40);
+  assert.equal(choosePageCount({ ...limits, kvPages: 40 }, { contextTokens: 4096, pageBytes: 65_536 }), 40);
   assert.throws(
-    () => choosePageCount({ ...limits, pageCount: 31 }, { contextTokens: 4096, pageBytes: 65_536 }),
-    /31 KV pages of 65536 bytes are too few: one sequence of 4096 tokens needs 32; raise --kv-memory or --page-count/,
+    () => choosePageCount({ ...limits, kvPages: 31 }, { contextTokens: 4096, pageBytes: 65_536 }),
+    /31 KV pages of 65536 bytes are too few: one sequence of 4096 tokens needs 32; raise --kv-memory or --kv-pages/,
   );
 });

@@ -83,7 +83,7 @@ function named(processes: readonly ProcessView[], name: string): ProcessView {
 }
 
 test('the router gets every control address, workers the flags of all and their share of a software adapter', async (t) => {
-  const config = allConfig('--prefill=2', '--decode=1', '--lease-ms=9000', '--max-running-requests=7');
+  const config = allConfig('--prefill=2', '--decode=1', '--lease=9s', '--max-running-requests=7');
   const { supervisor } = supervise(t, config, { softwareAdapter: true });
   await supervisor.start();
 
@@ -101,7 +101,7 @@ test('the router gets every control address, workers the flags of all and their 
   assert.equal(router.threads, null);
   assert.equal(decode.threads, String(Math.max(1, Math.floor(availableParallelism() / 3))));
   for (const { argv } of [router, decode]) {
-    assert.ok(argv.includes('--lease-ms=9000') && argv.includes('--max-running-requests=7'), argv.join(' '));
+    assert.ok(argv.includes('--lease=9s') && argv.includes('--max-running-requests=7'), argv.join(' '));
   }
 });
 
