@@ -13,6 +13,8 @@
  * | peer_up        | transfer channel: both sockets are linked; again after a reconnect |
  * | peer_lost      | transfer channel: lease over or newer epoch; its data socket is closed by then |
  * | written        | engine, for every `write` effect, also when the room is unwinding |
+ * | saved          | engine, for every `save` effect, also when the room is unwinding |
+ * | restored       | engine, for every `restore` effect, also when the room is unwinding |
  * | step_done      | engine, once for every batch that `nextDecodeBatch` returned: one token per row |
  * | tick           | a timer, also when idle, paused and draining (50 ms is a good period) |
  * | drain          | worker shutdown |
@@ -98,9 +100,21 @@ export type DecodeEvent =
   | { type: 'peer_up'; peer: Instance; nowMs: number }
   | { type: 'peer_lost'; peer: Instance; nowMs: number }
   | { type: 'written'; key: RoomKey; unit: number; nowMs: number }
+  | { type: 'saved'; key: RoomKey; nowMs: number }
+  | { type: 'restored'; key: RoomKey; nowMs: number }
   | { type: 'step_done'; tokens: SampledToken[]; nowMs: number }
   | { type: 'tick'; nowMs: number }
   | { type: 'drain'; nowMs: number };
+
+/**
+ *   waiting     for a row
+ *   running     has a row; it takes part in a step when it has the page for its next position
+ *   saving      retracted: pages and slot are being copied to host memory
+ *   retracted   has neither pages nor slot, waits for new ones
+ *   restoring   its copy is being written into new pages and a new slot
+ *   unwinding   stopped; a step, a save or a restore still refers to the pages
+ */
+export type SequencePhase = 'waiting' | 'running' | 'saving' | 'retracted' | 'restoring' | 'unwinding';
 
 /** A sequence whose KV is complete on this worker. */
 export interface Sequence {
@@ -108,7 +122,11 @@ export interface Sequence {
   tokens: number[];
   /** A step that writes our pages is under way. */
   stepping: boolean;
-  phase: 'waiting' | 'running' | 'unwinding';
+  /** A `save` or a `restore` of our units is under way. */
+  moving: 'save' | 'restore' | null;
+  /** Of the host memory that is ours, from `save` until `forget`; else 0. */
+  hostBytes: number;
+  phase: SequencePhase;
   stopReason: Reason | null;
 }
 
@@ -150,6 +168,9 @@ export interface DecodeStats {
   transfer: number;
   waiting: number;
   running: number;
+  saving: number;
+  retracted: number;
+  restoring: number;
   unwinding: number;
   rooms: number;
   pagesFree: number;
@@ -234,6 +255,9 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
       grantCredit(state, key, room, nowMs, effects);
       break;
     }
+    case 'saved':
+    case 'restored':
+      throw new Error(`${event.type} ${event.key}, which is not being moved`);
     case 'step_done':
       onStepDone(state, event.tokens, nowMs, effects);
       break;
@@ -289,6 +313,9 @@ export function statsDecode(state: DecodeState): DecodeStats {
     transfer: 0,
     waiting: 0,
     running: 0,
+    saving: 0,
+    retracted: 0,
+    restoring: 0,
     unwinding: 0,
     rooms: state.live.size,
     pagesFree: pools.pages.free.length,
@@ -367,7 +394,7 @@ export function auditDecode(state: DecodeState): string[] {
   return [...found, ...auditPools(state.pools, leases)];
 }
 
-function gaugeOf({ receiver, sequence }: DecodeRoom): 'prealloc' | 'transfer' | 'waiting' | 'running' | 'unwinding' {
+function gaugeOf({ receiver, sequence }: DecodeRoom): 'prealloc' | 'transfer' | SequencePhase {
   if (sequence !== null) return sequence.phase;
   if (receiver === null || receiver.phase === 'unwinding' || receiver.phase === 'ended') return 'unwinding';
   return receiver.phase === 'queued' ? 'prealloc' : 'transfer';
@@ -747,7 +774,7 @@ function becomeReady(
   if (lease === null) throw new Error(`${key} is ready without a lease`);
   handOver(pools, lease, `sequence ${key}`);
   room.receiver = null;
-  room.sequence = { tokens: [], stepping: false, phase: 'waiting', stopReason: null };
+  room.sequence = { tokens: [], stepping: false, moving: null, hostBytes: 0, phase: 'waiting', stopReason: null };
   const message = { type: 'DONE', from: desk.self.epoch, to: peer.epoch, key } as const;
   const resend = startResend(nowMs, limits);
   desk.closing.unwinds.set(key, { peer, message, resend, sinceMs: nowMs, strandedBytes: 0, returned: false });

@@ -60,6 +60,10 @@ export interface DecodeLimits extends WorkerLimits {
   peerBufferBytes: number;
   /** Bytes one room may have under way once its first unit has arrived. */
   roomWindowBytes: number;
+  /** Tokens beyond what it has for which a sequence gets pages in advance; at least 1. */
+  headroomTokens: number;
+  /** Host memory for pages and slots of retracted sequences, in bytes; 0 ends them instead. */
+  hostBytes: number;
 }
 
 /** What a client asked for, as a worker keeps it. */
@@ -126,6 +130,9 @@ export interface SampledToken {
  * | read      | engine: copy units (pages, slot) to staging, checksum each (crc32c) | read_done |
  * | discard   | worker: the staged bytes of these units will not be sent | – |
  * | write     | engine: copy payload into the page or slot | written |
+ * | save      | engine: copy these units to host memory; the worker keeps the copy under the key (decode only) | saved |
+ * | restore   | engine: copy the key's copy, unit by unit, into these places; the copy stays (decode only) | restored |
+ * | forget    | worker: free the key's copy (decode only) | – |
  * | report    | control channel: to the router of that epoch | – |
  * | violation | worker: log and count; the handles stay quarantined | – |
  */
@@ -135,6 +142,9 @@ export type WorkerEffect =
   | { type: 'read'; key: RoomKey; firstUnit: number; places: UnitPlace[] }
   | { type: 'discard'; key: RoomKey; firstUnit: number; unitCount: number }
   | { type: 'write'; key: RoomKey; unit: number; place: UnitPlace; payload: Uint8Array }
+  | { type: 'save'; key: RoomKey; places: UnitPlace[] }
+  | { type: 'restore'; key: RoomKey; places: UnitPlace[] }
+  | { type: 'forget'; key: RoomKey }
   | { type: 'report'; router: Epoch; message: WorkerToRouter }
   | { type: 'violation'; key: RoomKey; what: string };
 

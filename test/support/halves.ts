@@ -45,6 +45,8 @@ export const DECODE_LIMITS: DecodeLimits = {
   maxRunning: 4,
   peerBufferBytes: 1000,
   roomWindowBytes: 1000,
+  headroomTokens: 128,
+  hostBytes: 1000,
 };
 
 /** Key of attempt 1 of a room. */
@@ -94,8 +96,12 @@ export function shorten(effects: readonly WorkerEffect[]): string[] {
         return `read:${effect.firstUnit}+${effect.places.length}`;
       case 'write':
         return `write:${effect.unit}`;
+      case 'save':
+      case 'restore':
+        return `${effect.type}:${effect.places.length}`;
       case 'connect':
       case 'discard':
+      case 'forget':
       case 'violation':
         return effect.type;
       default:

@@ -72,6 +72,8 @@ export const DECODE_LIMITS: DecodeLimits = {
   maxRunning: 3,
   peerBufferBytes: 40,
   roomWindowBytes: 20,
+  headroomTokens: 1,
+  hostBytes: 60,
 };
 
 const RESEND = { resendMinMs: 100, resendMaxMs: 2_000 };
@@ -335,6 +337,10 @@ function perform(world: World, role: Role, effects: readonly WorkerEffect[]): vo
           generation: generationOf(world, effect.place),
         });
         break;
+      case 'save':
+      case 'restore':
+      case 'forget':
+        throw new Error(`${effect.type} of ${effect.key}`);
       case 'report':
         if (effect.message.type === 'end' && !effect.message.outcome.ok) {
           world.seen.add(`half ended ${effect.message.outcome.reason}`);
