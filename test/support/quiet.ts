@@ -1,5 +1,5 @@
 /** What "nothing is left" means: the gauges that must be zero on every process of a cluster at rest. */
-import { type Sample } from './cluster.ts';
+import { untilMetrics, type Sample } from './cluster.ts';
 
 /** Gauges that count something held; with the label values that do not count. */
 const HELD: readonly { name: string; except?: { label: string; value: string } }[] = [
@@ -27,4 +27,24 @@ export function held(samples: readonly Sample[]): string[] {
     }
   }
   return found;
+}
+
+/** As `held`, and what is remembered of rooms that are over until somebody has acknowledged it. */
+export function unsettled(samples: readonly Sample[]): string[] {
+  const found = held(samples);
+  for (const { name, labels, value } of samples) {
+    const counts = name === 'handoff_unacknowledged_messages' || name === 'handoff_ledger_violations_total';
+    if (counts && value !== 0) found.push(`${name}${JSON.stringify(labels)} = ${value}`);
+  }
+  return found;
+}
+
+/** Wait until nothing is held, nothing is unacknowledged and no ledger was violated, on every process. Returns ms. */
+export function untilQuiet(url: string, withinMs: number): Promise<number> {
+  return untilMetrics(
+    url,
+    withinMs,
+    (samples) => unsettled(samples).length === 0,
+    (samples) => unsettled(samples).join('\n'),
+  );
 }
