@@ -19,15 +19,28 @@
  * | tick           | a timer, also when idle, paused and draining (50 ms is a good period) |
  * | drain          | worker shutdown |
  *
- * Effects returned: connect, send, write, report, violation.
+ * Effects returned: connect, send, write, save, restore, forget, report, violation.
  *
- * Admission reserves pages for prompt and longest answer up front, so a running sequence never lacks
- * a page and nothing is ever retracted. A request larger than the whole pool is refused (`overloaded`).
+ * Memory. A reservation lends pages for the prompt and some headroom; a running sequence grows page by
+ * page. When none is free, the newest sequence is retracted: its pages and slot go to host memory and
+ * come back into others, ahead of every new reservation. That ends well because memory goes to the
+ * oldest first, the oldest that has pages is never retracted, and a request that the empty pool could
+ * not hold is refused at submit (`overloaded`): whoever holds what the oldest waits for is newer, and
+ * either a sequence, which can be retracted, or a transfer, which has clocks. With host memory full,
+ * the newest is ended instead (`out_of_memory`).
  */
 
 import { promptDigest } from '../transfer/checksum.ts';
 import { bury, buryUnseen, isClosed, startResend, type UnwindEntry } from '../transfer/closing.ts';
-import { quarantinedCount } from '../transfer/ledger.ts';
+import {
+  auditBudget,
+  createBudget,
+  giveBackBytes,
+  quarantinedCount,
+  takeBytes,
+  takeViolations,
+  type Budget,
+} from '../transfer/ledger.ts';
 import {
   manifestBytes,
   parseKey,
@@ -72,6 +85,7 @@ import {
 import {
   auditPools,
   createPools,
+  extend,
   handOver,
   lend,
   release,
@@ -138,7 +152,7 @@ export interface DecodeRoom {
   receiver: Receiver | null;
   /** From `ready` on; null before. */
   sequence: Sequence | null;
-  /** Null until reserved. */
+  /** Null until reserved, and while retracted. */
   lease: Lease | null;
 }
 
@@ -150,7 +164,9 @@ export interface DecodeState {
   pools: Pools;
   /** OPEN was answered; waiting for pages, a slot and credit, first come first served. */
   prealloc: RoomKey[];
-  /** Ready, waiting for a row. */
+  /** Every sequence, in order of `ready`: the oldest first. */
+  order: RoomKey[];
+  /** Waiting for a row, the oldest first. */
   waiting: RoomKey[];
   /** Rows of the batch, in order of arrival. */
   running: RoomKey[];
@@ -158,6 +174,16 @@ export interface DecodeState {
   step: RoomKey[] | null;
   /** By peer epoch: credit set aside, in bytes; never above `peerBufferBytes`. */
   creditBytes: Map<Epoch, number>;
+  /** Memory of copies of retracted sequences. */
+  host: Budget;
+  /**
+   * Tokens of headroom in a new reservation. Each retraction doubles it, and each answer that ends
+   * while nothing is retracted takes an eighth off again, down to the limit's: the pool is promised to
+   * fewer sequences as long as that turns out to be needed.
+   */
+  headroomTokens: number;
+  /** Sequences retracted so far, each time. */
+  retractions: number;
   generatedTokens: number;
 }
 
@@ -181,6 +207,9 @@ export interface DecodeStats {
   slotsFree: number;
   slotsHeld: number;
   creditBytes: number;
+  hostBytes: number;
+  headroomTokens: number;
+  retractions: number;
   contextTokens: number;
   unackedToPeers: number;
   unackedToRouters: number;
@@ -202,16 +231,21 @@ export function createDecode(limits: DecodeLimits, self: Instance): DecodeState 
         `must hold the largest unit, ${largestUnit} bytes`,
     );
   }
+  if (!(limits.headroomTokens >= 1)) throw new Error(`headroomTokens ${limits.headroomTokens} must be at least 1`);
   return {
     limits,
     desk: createDesk(self),
     live: new Map(),
     pools: createPools(limits.pageCount, limits.slotCount, limits.strictLedger),
     prealloc: [],
+    order: [],
     waiting: [],
     running: [],
     step: null,
     creditBytes: new Map(),
+    host: createBudget('host', limits.hostBytes, limits.strictLedger),
+    headroomTokens: limits.headroomTokens,
+    retractions: 0,
     generatedTokens: 0,
   };
 }
@@ -256,8 +290,11 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
       break;
     }
     case 'saved':
+      onSaved(state, event.key, nowMs, effects);
+      break;
     case 'restored':
-      throw new Error(`${event.type} ${event.key}, which is not being moved`);
+      onRestored(state, event.key, nowMs, effects);
+      break;
     case 'step_done':
       onStepDone(state, event.tokens, nowMs, effects);
       break;
@@ -270,13 +307,14 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
     default:
       throw new Error(`unknown event ${JSON.stringify(event satisfies never)}`);
   }
-  reserveQueued(state, nowMs, effects);
+  assignMemory(state, nowMs, effects);
   return mergeTokens(effects);
 }
 
 /**
  * The next step, or null if no row is ready or a step is under way. Rooms move up from waiting while
- * there are free rows; the caller answers with `step_done` once, with one token for each row.
+ * there are free rows, and a row that lacks its next page sits the step out; the caller answers with
+ * `step_done` once, with one token for each row.
  */
 export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
   if (state.step !== null) return null;
@@ -285,12 +323,13 @@ export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
     sequenceOf(state, key).phase = 'running';
     state.running.push(key);
   }
-  if (state.running.length === 0) return null;
   const rows: DecodeRow[] = [];
   for (const key of state.running) {
-    const { request, lease } = state.live.get(key) as DecodeRoom;
+    const room = state.live.get(key) as DecodeRoom;
+    const { request, lease } = room;
     const sequence = sequenceOf(state, key);
     if (lease === null) throw new Error(`${key} runs without a lease`);
+    if (lacksPage(state, room)) continue;
     sequence.stepping = true;
     rows.push({
       key,
@@ -301,8 +340,17 @@ export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
       sampling: request.sampling,
     });
   }
-  state.step = state.running.slice();
+  if (rows.length === 0) return null;
+  state.step = rows.map((row) => row.key);
   return { rows };
+}
+
+/** True if `nextDecodeBatch` would return a step. */
+export function isStepReady(state: DecodeState): boolean {
+  const { live, limits, running, waiting } = state;
+  if (state.step !== null) return false;
+  const joining = waiting.slice(0, Math.max(0, limits.maxRunning - running.length));
+  return [...running, ...joining].some((key) => !lacksPage(state, live.get(key) as DecodeRoom));
 }
 
 /** Gauges, counted from the state. */
@@ -325,6 +373,9 @@ export function statsDecode(state: DecodeState): DecodeStats {
     slotsFree: pools.slots.free.length,
     slotsHeld: 0,
     creditBytes: 0,
+    hostBytes: state.host.heldBytes,
+    headroomTokens: state.headroomTokens,
+    retractions: state.retractions,
     contextTokens: 0,
     unackedToPeers: desk.closing.unwinds.size,
     unackedToRouters: desk.closing.endings.size,
@@ -364,11 +415,15 @@ export function auditDecode(state: DecodeState): string[] {
     if (receiver?.phase === 'ended') found.push(`${key}: ended, but live`);
     if (receiver !== null) addCredit(peer.epoch, setAsideBytes(receiver));
     const gauge = gaugeOf(room);
-    if (lease === null && gauge !== 'prealloc' && gauge !== 'unwinding') found.push(`${key}: ${gauge} without a lease`);
+    const mayLackLease = gauge === 'prealloc' || gauge === 'retracted' || gauge === 'unwinding';
+    if (lease === null && !mayLackLease) found.push(`${key}: ${gauge} without a lease`);
+    if (lease !== null && gauge === 'retracted') found.push(`${key}: ${gauge} with a lease`);
+    if (sequence !== null) found.push(...auditSequence(state, key, sequence));
     if (gauge !== 'unwinding' && isClosed(state.desk.closing, key)) found.push(`${key}: closed, but live`);
     const isQueued = gauge === 'prealloc' && receiver?.answered === true;
     for (const [queue, expected] of [
       [state.prealloc, isQueued],
+      [state.order, sequence !== null],
       [state.waiting, gauge === 'waiting'],
       [state.running, gauge === 'running'],
     ] as const) {
@@ -380,7 +435,7 @@ export function auditDecode(state: DecodeState): string[] {
   for (const { peer, strandedBytes } of state.desk.closing.unwinds.values()) {
     addCredit(peer.epoch, strandedBytes);
   }
-  for (const key of [...state.prealloc, ...state.waiting, ...state.running]) {
+  for (const key of [...state.prealloc, ...state.order, ...state.host.byOwner.keys()]) {
     if (!state.live.has(key)) found.push(`${key}: queued, but not live`);
   }
   for (const epoch of new Set([...credit.keys(), ...state.creditBytes.keys()])) {
@@ -391,10 +446,27 @@ export function auditDecode(state: DecodeState): string[] {
   }
   if (state.live.size > state.limits.maxRooms) found.push(`${state.live.size} rooms`);
   if (state.running.length > state.limits.maxRunning) found.push(`${state.running.length} rows`);
-  return [...found, ...auditPools(state.pools, leases)];
+  const inOrder = state.order.filter((key) => state.live.get(key)?.sequence?.phase === 'waiting');
+  if (inOrder.join() !== state.waiting.join()) found.push(`waiting: ${state.waiting.join()}, not the oldest first`);
+  return [...found, ...auditBudget(state.host), ...auditPools(state.pools, leases)];
 }
 
-function gaugeOf({ receiver, sequence }: DecodeRoom): 'prealloc' | 'transfer' | SequencePhase {
+/** What is under way for a sequence, and its host memory, fit its phase. */
+function auditSequence(state: DecodeState, key: RoomKey, sequence: Sequence): string[] {
+  const { phase, moving, stepping, hostBytes } = sequence;
+  const found: string[] = [];
+  const expected = phase === 'saving' ? 'save' : phase === 'restoring' ? 'restore' : null;
+  if (phase !== 'unwinding' && moving !== expected) found.push(`${key}: ${phase}, but ${moving}`);
+  if (phase === 'unwinding' && (moving !== null) === stepping) found.push(`${key}: unwinding without a cause, or two`);
+  const hasCopy = moving !== null || phase === 'retracted';
+  if (hasCopy !== hostBytes > 0) found.push(`${key}: ${phase} with ${hostBytes} bytes of host memory`);
+  const kept = state.host.byOwner.get(key) ?? 0;
+  if (kept !== hostBytes) found.push(`${key}: ${hostBytes} bytes of host memory, ledger has ${kept}`);
+  return found;
+}
+
+/** The queue that a room counts in. */
+export function gaugeOf({ receiver, sequence }: DecodeRoom): 'prealloc' | 'transfer' | SequencePhase {
   if (sequence !== null) return sequence.phase;
   if (receiver === null || receiver.phase === 'unwinding' || receiver.phase === 'ended') return 'unwinding';
   return receiver.phase === 'queued' ? 'prealloc' : 'transfer';
@@ -508,15 +580,15 @@ function refuse(state: DecodeState, message: SubmitMessage): Reason | null {
   if (promptTokens.length === 0 || maxTokens === 0) return 'protocol';
   if (live.size >= limits.maxRooms) return 'overloaded';
   if (promptTokens.length + maxTokens > limits.maxSequenceTokens) return 'overloaded';
-  if (pagesFor(limits, promptTokens.length, maxTokens) > limits.pageCount) return 'overloaded';
+  if (pagesFor(limits, promptTokens.length + maxTokens - 1) > limits.pageCount) return 'overloaded';
   if (message.digest !== promptDigest(promptTokens, limits.modelDigest)) return 'mismatch';
   if (isSuperseded(desk, message.prefill)) return 'peer_lost';
   return null;
 }
 
-/** Pages for a prompt and its longest answer; the last token of an answer is never run, so never stored. */
-function pagesFor(limits: DecodeLimits, promptCount: number, maxTokens: number): number {
-  return Math.ceil((promptCount + maxTokens - 1) / limits.pageTokens);
+/** Pages for so many positions. The last token of an answer is never run, so never stored. */
+function pagesFor(limits: DecodeLimits, positionCount: number): number {
+  return Math.ceil(positionCount / limits.pageTokens);
 }
 
 function onPeerMessage(
@@ -683,13 +755,15 @@ function stopRoom(
     return;
   }
   if (sequence.phase === 'unwinding') return;
-  // The prefill half has finished with this room; only a step of ours may still refer to the pages.
+  // The prefill half has finished with this room; only work of ours may still refer to the pages.
   sequence.phase = 'unwinding';
   sequence.stopReason = reason;
   remove(state.waiting, key);
   remove(state.running, key);
   bury(state.desk.closing, key, { ok: false, reason }, sequence.tokens.length);
-  if (!sequence.stepping) closeRoom(state, key, room, { ok: false, reason }, nowMs, effects);
+  if (!sequence.stepping && sequence.moving === null) {
+    closeRoom(state, key, room, { ok: false, reason }, nowMs, effects);
+  }
 }
 
 /** Step one receiver and do what its effects ask of this worker. */
@@ -779,6 +853,7 @@ function becomeReady(
   const resend = startResend(nowMs, limits);
   desk.closing.unwinds.set(key, { peer, message, resend, sinceMs: nowMs, strandedBytes: 0, returned: false });
   effects.push({ type: 'send', peer, socket: 'control', message });
+  state.order.push(key);
   state.waiting.push(key);
   addToken(state, key, room, firstToken, nowMs, effects);
 }
@@ -794,13 +869,205 @@ function closeRoom(
 ): void {
   const { desk, live, limits, pools } = state;
   if (room.lease !== null) release(pools, room.lease);
-  reportViolations(desk, key, takePoolViolations(pools), effects);
+  if (room.sequence !== null) forgetCopy(state, key, room.sequence, effects);
+  reportViolations(desk, key, takeAllViolations(state), effects);
   live.delete(key);
+  remove(state.order, key);
   remove(state.waiting, key);
   remove(state.running, key);
+  if (outcome.ok) relaxHeadroom(state);
   const tokenCount = room.sequence?.tokens.length ?? 0;
   bury(desk.closing, key, outcome, tokenCount);
   reportEnd(desk, { key, outcome, tokenCount }, nowMs, limits, effects);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Memory of sequences
+
+/**
+ * Lend what is free: to sequences that lack a page, then to retracted ones, then to new rooms. As long
+ * as somebody lacks something, whoever comes after gets nothing.
+ */
+function assignMemory(state: DecodeState, nowMs: number, effects: WorkerEffect[]): void {
+  let lackingCount = growSequences(state);
+  // Between steps only: a step writes the pages of its rows.
+  while (lackingCount > 0 && state.step === null && retractNewest(state, lackingCount, nowMs, effects)) {
+    lackingCount = growSequences(state);
+  }
+  if (lackingCount > 0) return;
+  restoreRetracted(state, nowMs, effects);
+  const isShort = ({ sequence }: DecodeRoom): boolean =>
+    sequence?.phase === 'saving' || sequence?.phase === 'retracted';
+  if (!state.order.some((key) => isShort(state.live.get(key) as DecodeRoom))) reserveQueued(state, nowMs, effects);
+}
+
+/** A page to each sequence that lacks one, the oldest first. Returns how many still do. */
+function growSequences(state: DecodeState): number {
+  let lackingCount = 0;
+  for (const key of state.order) {
+    const room = state.live.get(key) as DecodeRoom;
+    if (lacksPage(state, room) && !extend(state.pools, room.lease as Lease)) lackingCount++;
+  }
+  return lackingCount;
+}
+
+/** True if a sequence could take part in a step, but for a page for its next position. */
+function lacksPage({ limits }: DecodeState, { request, sequence, lease }: DecodeRoom): boolean {
+  if (sequence === null || lease === null) return false;
+  if (sequence.phase !== 'waiting' && sequence.phase !== 'running') return false;
+  return lease.pages.length < pagesFor(limits, request.promptTokens.length + sequence.tokens.length);
+}
+
+/**
+ * Retract the newest sequence, unless enough pages are coming free already or it is the oldest that has
+ * any. Returns whether it is worth to ask again.
+ */
+function retractNewest(state: DecodeState, lackingCount: number, nowMs: number, effects: WorkerEffect[]): boolean {
+  const { limits, live, order, pools } = state;
+  let comingCount = 0;
+  for (const room of live.values()) {
+    const gauge = gaugeOf(room);
+    if (gauge === 'saving' || gauge === 'unwinding') comingCount += room.lease?.pages.length ?? 0;
+  }
+  if (comingCount >= lackingCount) return false;
+  const phaseOf = (key: RoomKey): SequencePhase => sequenceOf(state, key).phase;
+  const key = order.findLast((other) => ['waiting', 'running'].includes(phaseOf(other)));
+  if (key === undefined) return false;
+  const room = live.get(key) as DecodeRoom;
+  const lease = room.lease as Lease;
+  if (key === order.find((other) => ['waiting', 'running', 'restoring'].includes(phaseOf(other)))) {
+    // What it lacks is with transfers, which end. Only quarantine could take it for ever.
+    if (lease.pages.length < usablePageCount(pools)) return false;
+    stopRoom(state, key, room, { reason: 'out_of_memory', tellPeer: false }, nowMs, effects);
+    return true;
+  }
+  const sequence = sequenceOf(state, key);
+  const places = copiedPlaces(limits, room);
+  const bytes = (places.length - 1) * limits.pageBytes + limits.slotBytes;
+  if (!takeBytes(state.host, bytes, key)) {
+    stopRoom(state, key, room, { reason: 'out_of_memory', tellPeer: false }, nowMs, effects);
+    return true;
+  }
+  sequence.hostBytes = bytes;
+  sequence.phase = 'saving';
+  sequence.moving = 'save';
+  remove(state.waiting, key);
+  remove(state.running, key);
+  state.retractions++;
+  state.headroomTokens = Math.min(2 * state.headroomTokens, limits.maxSequenceTokens);
+  effects.push({ type: 'save', key, places });
+  return true;
+}
+
+/** The units of a sequence that hold something: the pages of the positions that were run, then the slot. */
+function copiedPlaces(limits: DecodeLimits, { request, sequence, lease }: DecodeRoom): UnitPlace[] {
+  const { pages, slot } = lease as Lease;
+  const count = pagesFor(limits, request.promptTokens.length + (sequence as Sequence).tokens.length - 1);
+  return [...pages.slice(0, count).map((page) => ({ kind: 'page', page }) as const), { kind: 'slot', slot }];
+}
+
+/** The copy is complete: pages and slot are free for others. */
+function onSaved(state: DecodeState, key: RoomKey, nowMs: number, effects: WorkerEffect[]): void {
+  const { room, sequence } = movedRoom(state, key, 'save');
+  if (sequence.stopReason !== null) {
+    closeRoom(state, key, room, { ok: false, reason: sequence.stopReason }, nowMs, effects);
+    return;
+  }
+  release(state.pools, room.lease as Lease);
+  room.lease = null;
+  sequence.phase = 'retracted';
+  const violations = takeAllViolations(state);
+  if (violations.length === 0) return;
+  // Somebody else had a hand on these pages, so the copy cannot be trusted.
+  reportViolations(state.desk, key, violations, effects);
+  stopRoom(state, key, room, { reason: 'internal', tellPeer: false }, nowMs, effects);
+}
+
+/**
+ * The oldest retracted sequence comes back when its pages are free, and besides them one for each other
+ * sequence that may need it soon: else it would be the next to go.
+ */
+function restoreRetracted(state: DecodeState, nowMs: number, effects: WorkerEffect[]): void {
+  const { limits, live, pools } = state;
+  for (const key of state.order.slice()) {
+    const room = live.get(key) as DecodeRoom;
+    const { request } = room;
+    const sequence = sequenceOf(state, key);
+    if (sequence.phase !== 'retracted') continue;
+    const pageCount = pagesWithHeadroom(limits, request, sequence.tokens.length, limits.headroomTokens);
+    if (pageCount > usablePageCount(pools)) {
+      stopRoom(state, key, room, { reason: 'out_of_memory', tellPeer: false }, nowMs, effects);
+      continue;
+    }
+    const growing = state.order.filter((other) => isGrowing(limits, live.get(other) as DecodeRoom));
+    if (pools.pages.free.length < pageCount + growing.length) return;
+    const lease = lend(pools, pageCount, `sequence ${key}`);
+    if (lease === null) return;
+    room.lease = lease;
+    sequence.phase = 'restoring';
+    sequence.moving = 'restore';
+    effects.push({ type: 'restore', key, places: copiedPlaces(limits, room) });
+  }
+}
+
+/** True if a sequence has pages and may need more. */
+function isGrowing(limits: DecodeLimits, { request, sequence, lease }: DecodeRoom): boolean {
+  if (lease === null || sequence === null || sequence.phase === 'unwinding') return false;
+  return lease.pages.length < pagesFor(limits, request.promptTokens.length + request.maxTokens - 1);
+}
+
+/** The copy is in its new place: the sequence runs on as if nothing had been. */
+function onRestored(state: DecodeState, key: RoomKey, nowMs: number, effects: WorkerEffect[]): void {
+  const { room, sequence } = movedRoom(state, key, 'restore');
+  if (sequence.stopReason !== null) {
+    closeRoom(state, key, room, { ok: false, reason: sequence.stopReason }, nowMs, effects);
+    return;
+  }
+  forgetCopy(state, key, sequence, effects);
+  sequence.phase = 'waiting';
+  state.waiting = state.order.filter((other) => sequenceOf(state, other).phase === 'waiting');
+}
+
+/** A `save` or `restore` has ended. Throws if none was under way. */
+function movedRoom(
+  state: DecodeState,
+  key: RoomKey,
+  moving: 'save' | 'restore',
+): { room: DecodeRoom; sequence: Sequence } {
+  const room = state.live.get(key);
+  const sequence = room?.sequence ?? null;
+  if (room === undefined || sequence?.moving !== moving) throw new Error(`no ${moving} of ${key} is under way`);
+  sequence.moving = null;
+  return { room, sequence };
+}
+
+/** Free a sequence's copy in host memory, if it has one. */
+function forgetCopy(state: DecodeState, key: RoomKey, sequence: Sequence, effects: WorkerEffect[]): void {
+  if (sequence.hostBytes === 0) return;
+  sequence.hostBytes = 0;
+  giveBackBytes(state.host, key);
+  effects.push({ type: 'forget', key });
+}
+
+function relaxHeadroom(state: DecodeState): void {
+  if (state.order.some((key) => sequenceOf(state, key).phase === 'retracted')) return;
+  const { headroomTokens } = state;
+  state.headroomTokens = Math.max(state.limits.headroomTokens, headroomTokens - Math.ceil(headroomTokens / 8));
+}
+
+/** Pages for what a sequence with so many answer tokens has stored, and for its next `headroomTokens` at most. */
+function pagesWithHeadroom(limits: DecodeLimits, request: Request, tokenCount: number, headroomTokens: number): number {
+  const { promptTokens, maxTokens } = request;
+  const ahead = Math.min(tokenCount + headroomTokens, maxTokens);
+  return pagesFor(limits, promptTokens.length + ahead - 1);
+}
+
+function usablePageCount({ pages }: Pools): number {
+  return pages.total - quarantinedCount(pages);
+}
+
+function takeAllViolations({ pools, host }: DecodeState): string[] {
+  return [...takePoolViolations(pools), ...takeViolations(host)];
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -815,12 +1082,13 @@ function reserveQueued(state: DecodeState, nowMs: number, effects: WorkerEffect[
   const { limits, pools } = state;
   for (const key of state.prealloc.slice()) {
     const room = state.live.get(key) as DecodeRoom;
-    const { promptTokens, maxTokens } = room.request;
+    const { promptTokens } = room.request;
     const pageCount = Math.ceil(promptTokens.length / limits.pageTokens);
     const sizes = { pageCount, pageBytes: limits.pageBytes, slotBytes: limits.slotBytes };
     // A peer with a full buffer holds up its own rooms only; a lack of pages holds up all behind.
     if (freeCreditBytes(state, room.peer.epoch) < baseCreditBytes(sizes)) continue;
-    const lease = lend(pools, pagesFor(limits, promptTokens.length, maxTokens), `session ${key}`);
+    const reserved = pagesWithHeadroom(limits, room.request, 1, state.headroomTokens);
+    const lease = lend(pools, reserved, `session ${key}`);
     if (lease === null) return;
     remove(state.prealloc, key);
     room.lease = lease;

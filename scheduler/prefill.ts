@@ -294,7 +294,8 @@ export function auditPrefill(state: PrefillState): string[] {
   return [...found, ...auditPools(state.pools, leases)];
 }
 
-function gaugeOf(sender: Sender): 'bootstrapping' | 'waiting' | 'computing' | 'inflight' | 'unwinding' {
+/** The queue that a room counts in. */
+export function gaugeOf(sender: Sender): 'bootstrapping' | 'waiting' | 'computing' | 'inflight' | 'unwinding' {
   if (sender.phase === 'transferring') return sender.firstToken === null ? 'computing' : 'inflight';
   return sender.phase === 'ended' ? 'unwinding' : sender.phase;
 }
