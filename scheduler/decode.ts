@@ -130,6 +130,9 @@ export type DecodeEvent =
  */
 export type SequencePhase = 'waiting' | 'running' | 'saving' | 'retracted' | 'restoring' | 'unwinding';
 
+/** Phases of a sequence that has pages and is not about to give them up. */
+const STAYING: readonly SequencePhase[] = ['waiting', 'running', 'restoring'];
+
 /** A sequence whose KV is complete on this worker. */
 export interface Sequence {
   /** Generated so far; the last one has not been run through the model. */
@@ -931,11 +934,11 @@ function retractNewest(state: DecodeState, lackingCount: number, nowMs: number, 
   }
   if (comingCount >= lackingCount) return false;
   const phaseOf = (key: RoomKey): SequencePhase => sequenceOf(state, key).phase;
-  const key = order.findLast((other) => ['waiting', 'running'].includes(phaseOf(other)));
+  const key = order.findLast((other) => phaseOf(other) === 'waiting' || phaseOf(other) === 'running');
   if (key === undefined) return false;
   const room = live.get(key) as DecodeRoom;
   const lease = room.lease as Lease;
-  if (key === order.find((other) => ['waiting', 'running', 'restoring'].includes(phaseOf(other)))) {
+  if (key === order.find((other) => STAYING.includes(phaseOf(other)))) {
     // What it lacks is with transfers, which end. Only quarantine could take it for ever.
     if (lease.pages.length < usablePageCount(pools)) return false;
     stopRoom(state, key, room, { reason: 'out_of_memory', tellPeer: false }, nowMs, effects);
@@ -1012,7 +1015,7 @@ function restoreRetracted(state: DecodeState, nowMs: number, effects: WorkerEffe
 
 /** True if a sequence has pages and may need more. */
 function isGrowing(limits: DecodeLimits, { request, sequence, lease }: DecodeRoom): boolean {
-  if (lease === null || sequence === null || sequence.phase === 'unwinding') return false;
+  if (lease === null || sequence === null || !STAYING.includes(sequence.phase)) return false;
   return lease.pages.length < pagesFor(limits, request.promptTokens.length + request.maxTokens - 1);
 }
 

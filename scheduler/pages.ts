@@ -45,6 +45,14 @@ export function lend(pools: Pools, pageCount: number, owner: string): Lease | nu
   return { owner, pages, slot };
 }
 
+/** One more page at the end of a lease's page table; false if none is free. */
+export function extend(pools: Pools, lease: Lease): boolean {
+  const pages = take(pools.pages, 1, lease.owner);
+  if (pages === null) return false;
+  lease.pages.push(...pages);
+  return true;
+}
+
 /** The lease goes to a new owner; nothing is copied and generations stay. */
 export function handOver(pools: Pools, lease: Lease, to: string): void {
   move(pools.pages, lease.pages, lease.owner, to);

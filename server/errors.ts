@@ -96,6 +96,7 @@ const reasonErrors: Record<Reason, { code: ErrorCode; message: string }> = {
   bad_checksum: { code: 'kv_transfer_failed', message: 'The KV cache was damaged on its way between workers.' },
   protocol: { code: 'kv_transfer_failed', message: 'The KV transfer of this request broke its protocol.' },
   overloaded: { code: 'queue_full', message: 'The workers have no room for this request.' },
+  out_of_memory: { code: 'queue_full', message: 'The decode worker ran out of KV memory for this request.' },
   draining: { code: 'server_draining', message: 'The server is shutting down.' },
   shutdown: { code: 'server_draining', message: 'The server is shutting down.' },
   unknown: { code: 'kv_transfer_failed', message: 'A worker did not know this request.' },

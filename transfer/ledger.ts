@@ -4,6 +4,8 @@
  * A handle is free or has exactly one owner; hand-over is an explicit `move`. The generation of a
  * handle counts its changes between free and owned, so a unit that was promised under one generation
  * is recognised as stale under the next.
+ *
+ * A `Budget` is the same for memory without handles: who holds how many bytes of a limit.
  */
 
 /** Owner of handles that took part in a violation. They are never given out again. */
@@ -66,7 +68,7 @@ export function giveBack(ledger: Ledger, handles: readonly number[], owner: stri
 }
 
 /** The violations since the last call. */
-export function takeViolations(ledger: Ledger): string[] {
+export function takeViolations(ledger: Ledger | Budget): string[] {
   return ledger.violations.splice(0);
 }
 
@@ -107,6 +109,61 @@ export function quarantinedCount(ledger: Ledger): number {
   return count;
 }
 
+/** Bytes of one limit, by owner. An owner holds one amount at a time. */
+export interface Budget {
+  name: string;
+  limitBytes: number;
+  heldBytes: number;
+  byOwner: Map<string, number>;
+  /** As for a ledger. */
+  strict: boolean;
+  violations: string[];
+}
+
+/** A budget of which nothing is held. */
+export function createBudget(name: string, limitBytes: number, strict: boolean): Budget {
+  return { name, limitBytes, heldBytes: 0, byOwner: new Map(), strict, violations: [] };
+}
+
+/** Lend `bytes` to `owner`; false if they do not fit. An owner that holds some already is a violation, and gets none. */
+export function takeBytes(budget: Budget, bytes: number, owner: string): boolean {
+  const held = budget.byOwner.get(owner);
+  if (held !== undefined) {
+    violate(budget, `${budget.name}: take by ${owner}, who has ${held} bytes`);
+    return false;
+  }
+  if (budget.heldBytes + bytes > budget.limitBytes) return false;
+  budget.byOwner.set(owner, bytes);
+  budget.heldBytes += bytes;
+  return true;
+}
+
+/** Return all that `owner` holds. An owner that holds nothing is a violation. */
+export function giveBackBytes(budget: Budget, owner: string): void {
+  const held = budget.byOwner.get(owner);
+  if (held === undefined) {
+    violate(budget, `${budget.name}: give back by ${owner}, who has nothing`);
+    return;
+  }
+  budget.byOwner.delete(owner);
+  budget.heldBytes -= held;
+}
+
+/** Recount from scratch: what is held is the sum over the owners, and within the limit. */
+export function auditBudget(budget: Budget): string[] {
+  let bytes = 0;
+  for (const held of budget.byOwner.values()) bytes += held;
+  const found: string[] = [];
+  if (bytes !== budget.heldBytes) found.push(`${budget.name}: counted ${bytes} bytes, kept ${budget.heldBytes}`);
+  if (bytes > budget.limitBytes) found.push(`${budget.name}: ${bytes} bytes over the limit of ${budget.limitBytes}`);
+  return found;
+}
+
+function violate(ledger: { strict: boolean; violations: string[] }, what: string): void {
+  if (ledger.strict) throw new Error(what);
+  ledger.violations.push(what);
+}
+
 function bump(ledger: Ledger, handle: number): void {
   ledger.generations[handle] = ((ledger.generations[handle] as number) + 1) >>> 0;
 }
@@ -116,8 +173,7 @@ function checkOwner(ledger: Ledger, handle: number, owner: string, doing: string
   const actual = ledger.owners[handle];
   if (actual === owner) return true;
   const what = `${ledger.name} ${handle}: ${doing} by ${owner}, but the owner is ${actual ?? 'nobody'}`;
-  if (ledger.strict) throw new Error(what);
-  ledger.violations.push(what);
+  violate(ledger, what);
   if (handle >= 0 && handle < ledger.total) {
     if (actual === null) ledger.free.splice(ledger.free.indexOf(handle), 1);
     ledger.owners[handle] = QUARANTINED;

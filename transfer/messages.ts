@@ -73,6 +73,7 @@ export const REASONS = [
   'bad_checksum', // payload bytes changed on the way
   'protocol', // a message that an honest peer does not send
   'overloaded', // over an admission limit, or larger than the pool
+  'out_of_memory', // pages and host memory of the decode worker ran out in mid-answer
   'draining', // the worker takes nothing new
   'shutdown', // the worker stops
   'unknown', // answer to a cancel of something never seen

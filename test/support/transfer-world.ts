@@ -5,7 +5,7 @@
  */
 
 import assert from 'node:assert/strict';
-import { auditDecode, createDecode, nextDecodeBatch, stepDecode } from '../../scheduler/decode.ts';
+import { auditDecode, createDecode, isStepReady, nextDecodeBatch, stepDecode } from '../../scheduler/decode.ts';
 import type { DecodeEvent, DecodeState } from '../../scheduler/decode.ts';
 import { auditPrefill, createPrefill, nextPrefillBatch, stepPrefill } from '../../scheduler/prefill.ts';
 import type { PrefillEvent, PrefillState } from '../../scheduler/prefill.ts';
@@ -73,7 +73,7 @@ export const DECODE_LIMITS: DecodeLimits = {
   peerBufferBytes: 40,
   roomWindowBytes: 20,
   headroomTokens: 1,
-  hostBytes: 60,
+  hostBytes: 1000,
 };
 
 const RESEND = { resendMinMs: 100, resendMaxMs: 2_000 };
@@ -121,6 +121,14 @@ interface PendingRead {
   places: UnitPlace[];
 }
 
+/** A `save` or `restore` under way, and the generations its places must keep until it is done. */
+interface PendingMove {
+  type: 'save' | 'restore';
+  key: RoomKey;
+  places: UnitPlace[];
+  generations: number[];
+}
+
 interface PendingWrite {
   key: RoomKey;
   unit: number;
@@ -138,9 +146,13 @@ export interface World {
   self: { prefill: Instance; decode: Instance };
   prefill: PrefillState;
   decode: DecodeState;
+  decodeLimits: DecodeLimits;
   memory: { prefill: Map<string, Uint8Array>; decode: Map<string, Uint8Array> };
   reads: PendingRead[];
   writes: PendingWrite[];
+  moves: PendingMove[];
+  /** Host copies of retracted sequences on the decode worker, unit by unit. */
+  copies: Map<RoomKey, Uint8Array[]>;
   staging: Map<string, Uint8Array>;
   prefillBatch: PrefillBatch | null;
   decodeBatch: DecodeBatch | null;
@@ -152,7 +164,8 @@ export interface World {
 }
 
 /** A world with both workers linked and idle. */
-export function createWorld(random: () => number): World {
+export function createWorld(random: () => number, changes: Partial<DecodeLimits> = {}): World {
+  const decodeLimits = { ...DECODE_LIMITS, ...changes };
   const self = {
     prefill: { name: 'p0', epoch: makeEpoch(1000, 1) },
     decode: { name: 'd0', epoch: makeEpoch(1000, 2) },
@@ -165,10 +178,13 @@ export function createWorld(random: () => number): World {
     digestByRoom: new Map(),
     self,
     prefill: createPrefill(PREFILL_LIMITS, self.prefill),
-    decode: createDecode(DECODE_LIMITS, self.decode),
+    decode: createDecode(decodeLimits, self.decode),
+    decodeLimits,
     memory: { prefill: new Map(), decode: new Map() },
     reads: [],
     writes: [],
+    moves: [],
+    copies: new Map(),
     staging: new Map(),
     prefillBatch: null,
     decodeBatch: null,
@@ -199,6 +215,11 @@ export function submit(
   world.digestByRoom.set(room, digest);
   runRoom(world, room, pairEvent(world));
   return client;
+}
+
+/** The client of a key. */
+export function clientOf(world: World, key: RoomKey): Client {
+  return world.clients.get(parseKey(key)?.room as RoomId) as Client;
 }
 
 /** The client closes its connection. */
@@ -290,6 +311,10 @@ export function runPrefill(world: World, event: PrefillEvent): void {
 
 /** Step the decode worker, check it, and do what it asks. */
 export function runDecode(world: World, event: DecodeEvent): void {
+  if (event.type === 'router_message' && event.message.type === 'cancel') {
+    const phase = world.decode.live.get(event.message.key)?.sequence?.phase;
+    if (phase !== undefined) world.seen.add(`cancel while ${phase}`);
+  }
   const effects = stepDecode(world.decode, event);
   assert.deepEqual(auditDecode(world.decode), []);
   perform(world, 'decode', effects);
@@ -338,9 +363,16 @@ function perform(world: World, role: Role, effects: readonly WorkerEffect[]): vo
         });
         break;
       case 'save':
-      case 'restore':
+      case 'restore': {
+        const { type, key, places } = effect;
+        assert.equal(world.copies.has(key), type === 'restore');
+        world.moves.push({ type, key, places, generations: places.map((place) => generationOf(world, place)) });
+        world.seen.add(type);
+        break;
+      }
       case 'forget':
-        throw new Error(`${effect.type} of ${effect.key}`);
+        assert.ok(world.copies.delete(effect.key));
+        break;
       case 'report':
         if (effect.message.type === 'end' && !effect.message.outcome.ok) {
           world.seen.add(`half ended ${effect.message.outcome.reason}`);
@@ -425,6 +457,37 @@ export function finishWrite(world: World, index: number): void {
   runDecode(world, { type: 'written', key: write.key, unit: write.unit, nowMs: world.nowMs });
 }
 
+/** The engine finishes a save or a restore. Nobody else has had the units meanwhile. */
+export function finishMove(world: World, index: number): void {
+  const [move] = world.moves.splice(index, 1) as [PendingMove];
+  const { type, key, places, generations } = move;
+  const found = places.map((place) => generationOf(world, place));
+  assert.deepEqual(found, generations, `${type} of units that were given away`);
+  const { decode: memory } = world.memory;
+  if (type === 'save') {
+    world.copies.set(
+      key,
+      places.map((place) => memory.get(placeName(place)) as Uint8Array),
+    );
+    runDecode(world, { type: 'saved', key, nowMs: world.nowMs });
+  } else {
+    const copy = world.copies.get(key) as Uint8Array[];
+    for (const [unit, place] of places.entries()) memory.set(placeName(place), copy[unit] as Uint8Array);
+    runDecode(world, { type: 'restored', key, nowMs: world.nowMs });
+  }
+}
+
+/**
+ * What page `page` or the slot of a sequence holds on D before the token at `position` is run. A step
+ * rewrites the page of its position, and the slot.
+ */
+function expectedUnit(digest: string, promptCount: number, position: number, page: number | 'slot'): Uint8Array {
+  const { pageTokens, pageBytes, slotBytes } = DECODE_LIMITS;
+  if (page === 'slot') return ghostBytes(digest, `slot ${position}`, slotBytes);
+  const end = Math.min(position, (page + 1) * pageTokens);
+  return ghostBytes(digest, end <= promptCount ? `page ${page}` : `page ${page} to ${end}`, pageBytes);
+}
+
 /** The prefill engine begins a step, if there is one. */
 export function beginPrefill(world: World): boolean {
   world.prefillBatch ??= nextPrefillBatch(world.prefill);
@@ -452,19 +515,20 @@ export function finishPrefill(world: World): void {
   runPrefill(world, { type: 'step_done', tokens, nowMs: world.nowMs });
 }
 
-/** The decode engine begins a step, if there is one. I4: the prompt's bytes are all there and right. */
+/** The decode engine begins a step, if there is one. I4: all bytes so far are there and right. */
 export function beginDecode(world: World): boolean {
   world.decodeBatch ??= nextDecodeBatch(world.decode);
-  for (const { key, slot, pages } of world.decodeBatch?.rows ?? []) {
+  const { pageTokens } = DECODE_LIMITS;
+  for (const { key, slot, pages, position } of world.decodeBatch?.rows ?? []) {
     const digest = digestOf(world, key);
-    const { pageTokens, pageBytes, slotBytes } = DECODE_LIMITS;
     const count = world.decode.live.get(key)?.request.promptTokens.length as number;
-    for (let page = 0; page * pageTokens < count; page++) {
+    for (let page = 0; page * pageTokens < position; page++) {
       const held = world.memory.decode.get(`page ${pages[page]}`);
-      assert.deepEqual(held, ghostBytes(digest, `page ${page}`, pageBytes), `page ${page} of ${key}`);
+      assert.deepEqual(held, expectedUnit(digest, count, position, page), `page ${page} of ${key}`);
     }
     const held = world.memory.decode.get(`slot ${slot}`);
-    assert.deepEqual(held, ghostBytes(digest, `slot ${count}`, slotBytes), `slot of ${key}`);
+    assert.deepEqual(held, expectedUnit(digest, count, position, 'slot'), `slot of ${key}`);
+    assert.ok(pages.length * pageTokens > position, `a page for position ${position} of ${key}`);
   }
   return world.decodeBatch !== null;
 }
@@ -473,9 +537,13 @@ export function beginDecode(world: World): boolean {
 export function finishDecode(world: World): void {
   const batch = world.decodeBatch as DecodeBatch;
   world.decodeBatch = null;
-  const tokens = batch.rows.map(({ key, token, position }) => {
+  const tokens = batch.rows.map(({ key, token, position, pages, slot }) => {
     const digest = digestOf(world, key);
     const promptCount = world.decode.live.get(key)?.request.promptTokens.length as number;
+    const page = Math.floor(position / DECODE_LIMITS.pageTokens);
+    const { decode: memory } = world.memory;
+    memory.set(`page ${pages[page]}`, expectedUnit(digest, promptCount, position + 1, page));
+    memory.set(`slot ${slot}`, expectedUnit(digest, promptCount, position + 1, 'slot'));
     const index = position - promptCount;
     assert.equal(token, ghostToken(digest, index));
     return { key, token: ghostToken(digest, index + 1) };
@@ -525,8 +593,10 @@ export function restart(world: World, role: Role): void {
     world.prefillBatch = null;
     runPrefill(world, { type: 'peer_up', peer: world.self.decode, nowMs });
   } else {
-    world.decode = createDecode(DECODE_LIMITS, life);
+    world.decode = createDecode(world.decodeLimits, life);
     world.writes = [];
+    world.moves = [];
+    world.copies.clear();
     world.decodeBatch = null;
     runDecode(world, { type: 'peer_up', peer: world.self.prefill, nowMs });
   }
@@ -556,14 +626,13 @@ export function movesOf(world: World): (() => void)[] {
   const moves: (() => void)[] = [];
   for (const [index] of world.reads.entries()) moves.push(() => finishRead(world, index));
   for (const [index] of world.writes.entries()) moves.push(() => finishWrite(world, index));
+  for (const [index] of world.moves.entries()) moves.push(() => finishMove(world, index));
   if (world.prefillBatch !== null) moves.push(() => finishPrefill(world));
   else if (world.prefill.step === null && world.prefill.computing.length > 0) {
     moves.push(() => void beginPrefill(world));
   }
   if (world.decodeBatch !== null) moves.push(() => finishDecode(world));
-  else if (world.decode.waiting.length + world.decode.running.length > 0) {
-    moves.push(() => void beginDecode(world));
-  }
+  else if (isStepReady(world.decode)) moves.push(() => void beginDecode(world));
   return moves;
 }
 
@@ -595,6 +664,9 @@ export function residueOf(world: World): string[] {
     expectEmpty(`${role} tombstones`, desk.closing.tombstones.size);
   }
   expectEmpty('credit', world.decode.creditBytes.size);
+  expectEmpty('host bytes', world.decode.host.heldBytes);
+  expectEmpty('host copies', world.copies.size);
+  expectEmpty('moves', world.moves.length);
   expectEmpty('reads', world.reads.length);
   expectEmpty('writes', world.writes.length);
   expectEmpty('staging', world.staging.size);

@@ -2,9 +2,11 @@
 
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import type { DecodeLimits } from '../../../scheduler/types.ts';
 import { createPrng } from '../../support/prng.ts';
 import {
   announceMark,
+  clientOf,
   createWorld,
   deliver,
   isHeadSentOnce,
@@ -27,6 +29,8 @@ const SETTLE_MS = 300_000;
 
 interface Faults {
   cancel: number;
+  /** Of a client whose pages are just being copied: a rare moment. */
+  cancelMoved: number;
   drop: number;
   /** As `drop`, but spares what is sent only once: every request must still succeed. */
   dropRepeated: number;
@@ -45,6 +49,7 @@ function chooseFaults(random: () => number): Faults {
   const maybe = (rate: number): number => (random() < 0.5 ? rate : 0);
   return {
     cancel: maybe(0.02),
+    cancelMoved: maybe(0.2),
     drop: maybe(0.05),
     dropRepeated: maybe(0.2),
     duplicate: maybe(0.05),
@@ -54,10 +59,23 @@ function chooseFaults(random: () => number): Faults {
   };
 }
 
-function submitRandom(world: World, random: () => number): Client {
+/** Short answers in a roomy pool, or long ones in a pool that holds just one request of the largest kind. */
+interface Shape {
+  maxPrompt: number;
+  maxAnswer: number;
+  decode: Partial<DecodeLimits>;
+}
+
+function chooseShape(random: () => number): Shape {
+  if (random() < 0.5) return { maxPrompt: 20, maxAnswer: 6, decode: {} };
+  const hostBytes = pick(random, [0, 60, 1000]);
+  return { maxPrompt: 12, maxAnswer: 17, decode: { pageCount: 7, headroomTokens: pick(random, [1, 4]), hostBytes } };
+}
+
+function submitRandom(world: World, random: () => number, { maxPrompt, maxAnswer }: Shape): Client {
   return submit(world, {
-    promptCount: 1 + Math.floor(random() * 20),
-    maxTokens: 1 + Math.floor(random() * 6),
+    promptCount: 1 + Math.floor(random() * maxPrompt),
+    maxTokens: 1 + Math.floor(random() * maxAnswer),
     stopTokens: random() < 0.3 ? [7, 11] : [],
   });
 }
@@ -98,13 +116,16 @@ function settle(world: World, random: () => number): void {
 function runSeed(seed: number, seen: Set<string>): void {
   const random = createPrng(seed);
   const faults = chooseFaults(random);
-  const world = createWorld(random);
+  const shape = chooseShape(random);
+  const world = createWorld(random, shape.decode);
   for (let i = 0; i < 400; i++) {
-    if (world.clients.size < 6 && random() < 0.05) submitRandom(world, random);
+    if (world.clients.size < 6 && random() < 0.05) submitRandom(world, random, shape);
     if (random() < faults.restart) restart(world, random() < 0.5 ? 'prefill' : 'decode');
     if (random() < faults.routerRestart) restartRouter(world);
     const client = random() < faults.cancel ? pick(random, [...world.clients.values()]) : undefined;
     if (client?.left === false) leave(world, client);
+    const moved = random() < faults.cancelMoved ? world.moves.at(0) : undefined;
+    if (moved !== undefined) leave(world, clientOf(world, moved.key));
     step(world, random, faults);
   }
   settle(world, random);
@@ -119,18 +140,22 @@ function runSeed(seed: number, seen: Set<string>): void {
     if (!left || outcomes.length > 0) assert.equal(outcomes.length, 1, `outcomes of ${room}`);
   }
   assert.deepEqual(canary.outcomes, [{ ok: true, finish: 'length' }]);
-  const { cancel, drop, restart: workerRestart, routerRestart } = faults;
-  const isHarmless = cancel + drop + workerRestart + routerRestart === 0;
+  const { cancel, cancelMoved, drop, restart: workerRestart, routerRestart } = faults;
+  const isHarmless = cancel + cancelMoved + drop + workerRestart + routerRestart === 0;
   // Nor may a clock be what ends a half of it.
   if (isHarmless) assert.ok(!world.seen.has('half ended deadline'), 'a half ended by its deadline');
   if (isHarmless) seen.add(`harmless ${faults.dropRepeated > 0 ? 'with drops' : 'without drops'}`);
   for (const { outcomes } of world.clients.values()) {
     if (outcomes.length === 0) continue;
     // Only the loss of a chunk or of tokens may cost a request; for all else there are re-sends.
-    if (isHarmless) assert.ok(outcomes[0]?.ok, `harmless faults: ${JSON.stringify(outcomes[0])}`);
+    const [outcome] = outcomes;
+    const isMemory = outcome?.ok === false && outcome.reason === 'out_of_memory';
+    if (isMemory) assert.notEqual(shape.decode.hostBytes ?? 1000, 1000, 'host memory for all was not enough');
+    else if (isHarmless) assert.ok(outcome?.ok, `harmless faults: ${JSON.stringify(outcome)}`);
     seen.add(`outcome ${JSON.stringify(outcomes[0])}`);
   }
   for (const what of world.seen) seen.add(what);
+  if (isHarmless && world.decode.retractions > 0) seen.add('harmless with retractions');
   for (const role of ['prefill', 'decode'] as const) {
     for (const [kind, count] of Object.entries(world[role].desk.drops)) {
       if (count > 0) seen.add(`${role} drop ${kind}`);
@@ -161,6 +186,15 @@ test(`seeds 1 to ${SEEDS}: one outcome each, right bytes, and nothing is left on
     'message ABORT_ACK',
     'message peer_failed',
     'room choose_pair',
+    'save',
+    'restore',
+    'cancel while waiting',
+    'cancel while running',
+    'cancel while saving',
+    'cancel while retracted',
+    'cancel while restoring',
+    'harmless with retractions',
+    'outcome {"ok":false,"reason":"out_of_memory"}',
     'harmless with drops',
     'harmless without drops',
     'prefill drop late',
