@@ -1,106 +1,24 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import {
-  auditDecode,
-  createDecode,
-  nextDecodeBatch,
-  statsDecode,
-  stepDecode,
-  type DecodeEvent,
-  type DecodeState,
-} from '../../../scheduler/decode.ts';
-import type { DecodeLimits, WorkerEffect } from '../../../scheduler/types.ts';
-import { combineChecksums, crc32c } from '../../../transfer/checksum.ts';
-import type { Manifest, PeerMessage, RouterToWorker, SubmitMessage } from '../../../transfer/messages.ts';
+import { createDecode, nextDecodeBatch, statsDecode, type DecodeState } from '../../../scheduler/decode.ts';
+import { crc32c } from '../../../transfer/checksum.ts';
+import type { PeerMessage } from '../../../transfer/messages.ts';
 import { makeEpoch } from '../../../transfer/messages.ts';
-import { D, DECODE_LIMITS, keyOf, P, ROUTER, shorten, submitOf } from '../../support/halves.ts';
-
-const NONE = new Uint8Array(0);
-
-function create(changes: Partial<DecodeLimits> = {}): DecodeState {
-  const state = createDecode({ ...DECODE_LIMITS, ...changes }, D);
-  step(state, { type: 'peer_up', peer: P, nowMs: 0 });
-  return state;
-}
-
-function run(state: DecodeState, event: DecodeEvent): WorkerEffect[] {
-  const effects = stepDecode(state, event);
-  assert.deepEqual(auditDecode(state), []);
-  return effects;
-}
-
-function step(state: DecodeState, event: DecodeEvent): string[] {
-  return shorten(run(state, event));
-}
-
-function fromRouter(state: DecodeState, message: RouterToWorker, nowMs = 1): string[] {
-  return step(state, { type: 'router_message', router: ROUTER, message, nowMs });
-}
-
-type Content = PeerMessage extends infer M ? (M extends PeerMessage ? Omit<M, 'from' | 'to' | 'key'> : never) : never;
-
-function fromPeer(state: DecodeState, sequence: number, content: Content, payload = NONE, nowMs = 1): string[] {
-  const message = { from: P.epoch, to: D.epoch, key: keyOf(sequence), ...content } as PeerMessage;
-  return step(state, { type: 'peer_message', peer: P, message, payload, nowMs });
-}
-
-const waiting: Content = { type: 'QUEUED', state: 'waiting' };
-
-function manifestOf(state: DecodeState, sequence: number): Manifest {
-  return state.live.get(keyOf(sequence))?.receiver?.manifest as Manifest;
-}
-
-/** Send units [first, end) of a room, all zero. */
-function chunk(state: DecodeState, sequence: number, first: number, end: number): string[] {
-  const manifest = manifestOf(state, sequence);
-  const sizes = [...Array.from({ length: manifest.pageCount }, () => 8), 12].slice(first, end);
-  const payload = new Uint8Array(sizes.reduce((sum, size) => sum + size, 0));
-  const content: Content = {
-    type: 'CHUNK',
-    sequence: 0,
-    firstUnit: first,
-    generations: manifest.generations.slice(first, end),
-    checksums: sizes.map((size) => crc32c(new Uint8Array(size))),
-    payloadBytes: payload.length,
-  };
-  return fromPeer(state, sequence, content, payload);
-}
-
-function endOf(pageCount: number, submit: SubmitMessage, firstToken: number): Content {
-  const sizes = [...Array.from({ length: pageCount }, () => 8), 12];
-  return {
-    type: 'END',
-    unitCount: pageCount + 1,
-    tokenCount: submit.promptTokens.length,
-    digest: submit.digest,
-    firstToken,
-    checksum: combineChecksums(sizes.map((size) => crc32c(new Uint8Array(size)))),
-  };
-}
-
-/** Bring a room of `count` tokens to ready. */
-function makeReady(
-  state: DecodeState,
-  sequence: number,
-  count: number,
-  changes: Partial<SubmitMessage> = {},
-  firstToken = 50,
-): string[] {
-  const submit = submitOf(sequence, count, changes);
-  fromRouter(state, submit);
-  fromPeer(state, sequence, waiting);
-  const pageCount = Math.ceil(count / 128);
-  for (let unit = 0; unit <= pageCount; unit++) {
-    chunk(state, sequence, unit, unit + 1);
-    step(state, { type: 'written', key: keyOf(sequence), unit, nowMs: 1 });
-  }
-  return fromPeer(state, sequence, endOf(pageCount, submit, firstToken));
-}
-
-function stepDone(state: DecodeState, token: number): string[] {
-  const tokens = (state.step ?? []).map((key) => ({ key, token }));
-  return step(state, { type: 'step_done', tokens, nowMs: 1 });
-}
+import {
+  chunk,
+  create,
+  endOf,
+  fromPeer,
+  fromRouter,
+  makeReady,
+  manifestOf,
+  NONE,
+  step,
+  stepDone,
+  waiting,
+  type Content,
+} from '../../support/decode-half.ts';
+import { D, DECODE_LIMITS, keyOf, P, submitOf } from '../../support/halves.ts';
 
 test('a room goes from submit to the last token', () => {
   const state = create();

@@ -1,13 +1,17 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import {
+  auditBudget,
   auditLedger,
+  createBudget,
   createLedger,
   giveBack,
+  giveBackBytes,
   handlesByOwner,
   move,
   quarantinedCount,
   take,
+  takeBytes,
   takeViolations,
 } from '../../../transfer/ledger.ts';
 
@@ -57,4 +61,37 @@ test('an audit finds a handle in two places and one in none', () => {
   assert.match(auditLedger(ledger).join('; '), /page 0: twice/);
   ledger.free = [1];
   assert.match(auditLedger(ledger).join('; '), /page 0: owner null/);
+});
+
+test('a budget lends bytes up to its limit, one amount to an owner, and gets all of it back', () => {
+  const budget = createBudget('host', 100, true);
+  assert.equal(takeBytes(budget, 60, 'a'), true);
+  assert.equal(takeBytes(budget, 41, 'b'), false);
+  assert.equal(takeBytes(budget, 40, 'b'), true);
+  assert.equal(budget.heldBytes, 100);
+  giveBackBytes(budget, 'a');
+  assert.deepEqual(budget.byOwner, new Map([['b', 40]]));
+  assert.deepEqual(auditBudget(budget), []);
+  assert.throws(() => giveBackBytes(budget, 'a'), /host: give back by a, who has nothing/);
+  assert.throws(() => takeBytes(budget, 1, 'b'), /host: take by b, who has 40 bytes/);
+});
+
+test('a violation of a budget changes nothing in production, and is reported once', () => {
+  const budget = createBudget('host', 100, false);
+  takeBytes(budget, 60, 'a');
+  assert.equal(takeBytes(budget, 1, 'a'), false);
+  giveBackBytes(budget, 'b');
+  assert.equal(budget.heldBytes, 60);
+  assert.equal(takeViolations(budget).length, 2);
+  assert.deepEqual(takeViolations(budget), []);
+});
+
+test('the audit of a budget counts for itself', () => {
+  const budget = createBudget('host', 100, true);
+  takeBytes(budget, 60, 'a');
+  budget.heldBytes = 50;
+  assert.deepEqual(auditBudget(budget), ['host: counted 60 bytes, kept 50']);
+  budget.byOwner.set('b', 60);
+  budget.heldBytes = 120;
+  assert.deepEqual(auditBudget(budget), ['host: 120 bytes over the limit of 100']);
 });
