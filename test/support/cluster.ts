@@ -130,19 +130,19 @@ export function sumOf(samples: readonly Sample[], name: string, labels: Readonly
 }
 
 /**
- * Read /metrics until `holds` returns true.
+ * Read /metrics (or what `source` returns) until `holds` returns true.
  *
  * @returns milliseconds it took. Throws after `timeoutMs`, showing what `describe` says of the last page.
  */
 export async function untilMetrics(
-  url: string,
+  source: string | (() => Promise<readonly Sample[]>),
   timeoutMs: number,
   holds: (samples: readonly Sample[]) => boolean,
   describe: (samples: readonly Sample[]) => string = () => '',
 ): Promise<number> {
   const startMs = performance.now();
   for (;;) {
-    const samples = await readMetrics(url);
+    const samples = typeof source === 'string' ? await readMetrics(source) : await source();
     const tookMs = performance.now() - startMs;
     if (holds(samples)) return tookMs;
     if (tookMs > timeoutMs) throw new Error(`not so within ${timeoutMs} ms: ${describe(samples)}`);
