@@ -34,6 +34,10 @@ export interface SchedulerLimits {
   readonly kvPages: number | null;
   /** What the pool may take when `kvPages` is null. */
   readonly kvMemoryBytes: number;
+  /** Tokens beyond what it has for which a sequence on decode gets pages in advance. */
+  readonly headroomTokens: number;
+  /** Host memory of a decode worker for sequences that had to give their pages up. */
+  readonly hostBytes: number;
 }
 
 /** The clocks of the hand-over, shortest first (protocol: "Liveness, progress, room, request"). */
@@ -383,6 +387,26 @@ export const OPTIONS = {
     default: 1024,
     help: "most that a worker's KV pool takes when --kv-pages is not given",
     commands: ['all', ...WORKERS],
+  },
+  numReservedDecodeTokens: {
+    kind: 'integer',
+    value: 'N',
+    unit: 'tokens',
+    min: 1,
+    max: 2 ** 20,
+    default: 128,
+    help: 'tokens of the answer for which a request gets pages in advance; then it grows page by page',
+    commands: ['all', 'decode'],
+  },
+  retractionMemory: {
+    kind: 'integer',
+    value: 'N',
+    unit: 'MiB',
+    min: 0,
+    max: 2 ** 24,
+    default: 1024,
+    help: 'host memory for running requests whose pages must give way to older ones; when it is full, the newest ends',
+    commands: ['all', 'decode'],
   },
   prefillChunkTokens: {
     kind: 'integer',
@@ -982,6 +1006,8 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
     contextLength: settings.contextLength,
     kvPages: settings.kvPages,
     kvMemoryBytes: settings.kvMemory * MIB,
+    headroomTokens: settings.numReservedDecodeTokens,
+    hostBytes: settings.retractionMemory * MIB,
   };
   switch (command) {
     case 'all':

@@ -27,7 +27,15 @@ export const REQUEST_OUTCOMES = ['stop', 'length', 'cancelled', 'failed'] as con
 export type RequestOutcome = (typeof REQUEST_OUTCOMES)[number];
 
 /** Queues of a worker, in the order a room passes them. Those its role lacks stay 0. */
-export const WORKER_QUEUES = ['prealloc', 'transfer', 'waiting', 'running', 'inflight', 'unwinding'] as const;
+export const WORKER_QUEUES = [
+  'prealloc',
+  'transfer',
+  'waiting',
+  'running',
+  'retracted',
+  'inflight',
+  'unwinding',
+] as const;
 export type WorkerQueue = (typeof WORKER_QUEUES)[number];
 
 export const PAGE_STATES = ['free', 'cached', 'running', 'prealloc', 'inflight', 'quarantined'] as const;
@@ -51,7 +59,7 @@ export interface RouterStats {
 export interface WorkerStats {
   /**
    * Rooms per queue. On prefill, prealloc is the bootstrap queue (waiting for the peer's reservation) and
-   * running is the rooms being computed.
+   * running is the rooms being computed. Retracted are those on their way to host memory, in it, or back.
    */
   readonly queues: Readonly<Record<WorkerQueue, number>>;
   /** Pages per state; their sum is the pool. */
@@ -62,6 +70,12 @@ export interface WorkerStats {
   readonly receivedBytesTotal: number;
   /** Payload bytes sent and not yet confirmed, or received and not yet written. */
   readonly inFlightBytes: number;
+  /** Host memory of retracted sequences; stays 0 on prefill. */
+  readonly hostBytes: number;
+  /** Times a sequence was retracted; stays 0 on prefill. */
+  readonly retractionsTotal: number;
+  /** Tokens of headroom in a new reservation; 0 on prefill. */
+  readonly headroomTokens: number;
   /** Prompt tokens computed by this worker; stays 0 on decode. */
   readonly prefilledTokensTotal: number;
   /** Prompt tokens taken from the prefix cache instead. */
@@ -264,10 +278,24 @@ const METRICS = {
     labels: [],
     on: ['decode'],
   },
+  retracted: {
+    name: 'sglang_num_retracted_reqs',
+    type: 'gauge',
+    help: 'Requests whose pages and slot gave way to older ones, until they are back.',
+    labels: [],
+    on: ['decode'],
+  },
+  retractions: {
+    name: 'sglang_num_retracted_requests_total',
+    type: 'counter',
+    help: 'Retractions; one request may be retracted several times.',
+    labels: [],
+    on: ['decode'],
+  },
   queues: {
     name: 'handoff_queue_requests',
     type: 'gauge',
-    help: 'Requests per queue: prealloc, transfer, waiting, running, inflight, unwinding.',
+    help: 'Requests per queue: prealloc, transfer, waiting, running, retracted, inflight, unwinding.',
     labels: ['queue'],
     on: WORKERS,
   },
@@ -358,6 +386,21 @@ const METRICS = {
     help: 'Tokens of one KV page.',
     labels: [],
     on: WORKERS,
+  },
+
+  hostBytes: {
+    name: 'handoff_host_bytes',
+    type: 'gauge',
+    help: 'Host memory that copies of retracted requests hold.',
+    labels: [],
+    on: ['decode'],
+  },
+  headroomTokens: {
+    name: 'handoff_decode_headroom_tokens',
+    type: 'gauge',
+    help: 'Tokens beyond its prompt for which a new request gets pages; grows with each retraction, then relaxes.',
+    labels: [],
+    on: ['decode'],
   },
 
   // Workers: the hand-over.
@@ -636,6 +679,10 @@ function readWorker(
   } else {
     metrics.preallocQueue.set(queues.prealloc);
     metrics.transferQueue.set(queues.transfer);
+    metrics.retracted.set(queues.retracted);
+    setTotal(metrics.retractions, {}, stats.retractionsTotal);
+    metrics.hostBytes.set(stats.hostBytes);
+    metrics.headroomTokens.set(stats.headroomTokens);
   }
 
   for (const state of PAGE_STATES) metrics.pages.set({ state }, pages[state]);

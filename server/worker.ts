@@ -60,10 +60,6 @@ const STAGING_BYTES = 64 << 20;
 const PEER_BUFFER_BYTES = 64 << 20;
 /** What one room may have under way. */
 const ROOM_WINDOW_BYTES = 8 << 20;
-/** Tokens for which a sequence gets pages in advance. */
-const HEADROOM_TOKENS = 128;
-/** Host memory for retracted sequences. */
-const HOST_BYTES = 256 << 20;
 /** Bounds of the send queue of one peer; the bytes are above every credit, so they bind only when a peer is sick. */
 const QUEUED_MESSAGES = 1 << 16;
 const QUEUED_BYTES = 256 << 20;
@@ -96,6 +92,9 @@ interface CoreGauges {
   readonly pages: WorkerStats['pages'];
   readonly slots: WorkerStats['slots'];
   readonly inFlightBytes: number;
+  readonly hostBytes: number;
+  readonly retractionsTotal: number;
+  readonly headroomTokens: number;
   readonly generatedTokensTotal: number;
   readonly unacknowledged: WorkerStats['unacknowledged'];
   readonly tombstones: number;
@@ -533,7 +532,15 @@ function prefillCore(service: Service, self: Instance): Core {
       const { bootstrapping, waiting, computing, inflight, unwinding } = stats;
       return {
         ...commonGauges(stats),
-        queues: { prealloc: bootstrapping, transfer: 0, waiting, running: computing, inflight, unwinding },
+        queues: {
+          prealloc: bootstrapping,
+          transfer: 0,
+          waiting,
+          running: computing,
+          retracted: 0,
+          inflight,
+          unwinding,
+        },
         pages: {
           free: stats.pagesFree,
           cached: 0,
@@ -543,6 +550,9 @@ function prefillCore(service: Service, self: Instance): Core {
           quarantined: stats.pagesQuarantined,
         },
         inFlightBytes: stats.stagingBytes,
+        hostBytes: 0,
+        retractionsTotal: 0,
+        headroomTokens: 0,
         // The first token of every prompt is sampled here, and counted where it is delivered.
         generatedTokensTotal: 0,
         running: computing,
@@ -561,8 +571,8 @@ function decodeCore(service: Service, self: Instance): Core {
       maxRunning: service.config.limits.maxRunningRequests,
       peerBufferBytes: Math.max(PEER_BUFFER_BYTES, 4 * largestUnit),
       roomWindowBytes: Math.max(ROOM_WINDOW_BYTES, largestUnit),
-      headroomTokens: HEADROOM_TOKENS,
-      hostBytes: HOST_BYTES,
+      headroomTokens: service.config.limits.headroomTokens,
+      hostBytes: service.config.limits.hostBytes,
     },
     self,
   );
@@ -585,7 +595,15 @@ function decodeCore(service: Service, self: Instance): Core {
       const { prealloc, transfer, waiting, running, unwinding } = stats;
       return {
         ...commonGauges(stats),
-        queues: { prealloc, transfer, waiting, running, inflight: 0, unwinding },
+        queues: {
+          prealloc,
+          transfer,
+          waiting,
+          running,
+          retracted: stats.saving + stats.retracted + stats.restoring,
+          inflight: 0,
+          unwinding,
+        },
         pages: {
           free: stats.pagesFree,
           cached: 0,
@@ -595,6 +613,9 @@ function decodeCore(service: Service, self: Instance): Core {
           quarantined: stats.pagesQuarantined,
         },
         inFlightBytes: stats.creditBytes,
+        hostBytes: stats.hostBytes,
+        retractionsTotal: stats.retractions,
+        headroomTokens: stats.headroomTokens,
         generatedTokensTotal: stats.generatedTokens,
         running,
         queuedTokens: 0,
@@ -605,7 +626,10 @@ function decodeCore(service: Service, self: Instance): Core {
 
 function commonGauges(
   stats: ReturnType<typeof statsPrefill> | ReturnType<typeof statsDecode>,
-): Omit<CoreGauges, 'queues' | 'pages' | 'inFlightBytes' | 'generatedTokensTotal' | 'running' | 'queuedTokens'> {
+): Pick<
+  CoreGauges,
+  'slots' | 'unacknowledged' | 'tombstones' | 'ledgerViolationsTotal' | 'drops' | 'rooms' | 'pagesFree' | 'draining'
+> {
   return {
     slots: { free: stats.slotsFree, used: stats.slotsHeld },
     unacknowledged: { peer: stats.unackedToPeers, router: stats.unackedToRouters },
@@ -631,6 +655,9 @@ function workerStats(
     sentBytesTotal: totals.sentBytes,
     receivedBytesTotal: totals.receivedBytes,
     inFlightBytes: gauges.inFlightBytes,
+    hostBytes: gauges.hostBytes,
+    retractionsTotal: gauges.retractionsTotal,
+    headroomTokens: gauges.headroomTokens,
     prefilledTokensTotal: engine.prefilledTokens(),
     cachedTokensTotal: 0,
     generatedTokensTotal: gauges.generatedTokensTotal,

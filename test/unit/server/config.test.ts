@@ -48,6 +48,8 @@ test('without flags each role has its documented defaults', () => {
     contextLength: null,
     kvPages: null,
     kvMemoryBytes: 2 ** 30,
+    headroomTokens: 128,
+    hostBytes: 2 ** 30,
   });
   assert.deepEqual(decode.deadlines, {
     heartbeatMs: 1000,

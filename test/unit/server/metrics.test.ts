@@ -16,12 +16,15 @@ import type { RouterMetrics, WorkerMetrics, WorkerStats, WorkerTarget } from '..
 import { REASONS } from '../../../transfer/messages.ts';
 
 const idle: WorkerStats = {
-  queues: { prealloc: 0, transfer: 0, waiting: 0, running: 0, inflight: 0, unwinding: 0 },
+  queues: { prealloc: 0, transfer: 0, waiting: 0, running: 0, retracted: 0, inflight: 0, unwinding: 0 },
   pages: { free: 100, cached: 0, running: 0, prealloc: 0, inflight: 0, quarantined: 0 },
   slots: { free: 64, used: 0 },
   sentBytesTotal: 0,
   receivedBytesTotal: 0,
   inFlightBytes: 0,
+  hostBytes: 0,
+  retractionsTotal: 0,
+  headroomTokens: 0,
   prefilledTokensTotal: 0,
   cachedTokensTotal: 0,
   generatedTokensTotal: 0,
@@ -109,7 +112,7 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
 
   stats = {
     ...idle,
-    queues: { prealloc: 1, transfer: 2, waiting: 3, running: 4, inflight: 0, unwinding: 6 },
+    queues: { prealloc: 1, transfer: 2, waiting: 3, running: 4, retracted: 5, inflight: 0, unwinding: 6 },
     pages: { free: 40, cached: 10, running: 30, prealloc: 14, inflight: 5, quarantined: 1 },
     slots: { free: 60, used: 4 },
     generatedTokensTotal: 77,
@@ -119,6 +122,9 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
     unacknowledged: { peer: 7, router: 8 },
     tombstones: 9,
     ledgerViolationsTotal: 10,
+    hostBytes: 11,
+    retractionsTotal: 12,
+    headroomTokens: 13,
   };
   const text = await metrics.text();
   const expected: [string, string[], number][] = [
@@ -142,6 +148,11 @@ test('the gauges and totals of a worker are those of its state at the scrape', a
     ['handoff_unacknowledged_messages', ['to="router"'], 8],
     ['handoff_tombstones', [], 9],
     ['handoff_ledger_violations_total', [], 10],
+    ['sglang_num_retracted_reqs', [], 5],
+    ['handoff_queue_requests', ['queue="retracted"'], 5],
+    ['handoff_host_bytes', [], 11],
+    ['sglang_num_retracted_requests_total', [], 12],
+    ['handoff_decode_headroom_tokens', [], 13],
   ];
   for (const [name, labels, value] of expected) assert.equal(valueOf(text, name, ...labels), value, name);
   // Twice the same state is twice the same total.
