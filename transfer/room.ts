@@ -113,8 +113,8 @@ const RETRYABLE: ReadonlySet<Reason> = new Set<Reason>([
   'internal',
 ]);
 
-/** Reasons that say only that the other half failed first. */
-const SECONDARY: ReadonlySet<Reason> = new Set<Reason>(['peer_aborted', 'peer_lost', 'client_cancel']);
+/** Reasons that say only that the other half failed first; `unknown` is the answer to the cancel that this caused. */
+const SECONDARY: ReadonlySet<Reason> = new Set<Reason>(['peer_aborted', 'peer_lost', 'client_cancel', 'unknown']);
 
 /** A room that waits for its first pair. */
 export function createRoom(
@@ -361,7 +361,9 @@ function finishIfOver(room: Room, effects: RoomEffect[]): void {
 function failure(prefill: Outcome, decode: Outcome): Reason {
   const reasons = [decode, prefill].flatMap((outcome) => (outcome.ok ? [] : [outcome.reason]));
   const primary = reasons.find((reason) => !SECONDARY.has(reason));
-  return primary ?? (reasons.includes('peer_lost') ? 'peer_lost' : (reasons[0] ?? 'internal'));
+  if (primary !== undefined) return primary;
+  if (reasons.includes('peer_lost')) return 'peer_lost';
+  return reasons.find((reason) => reason !== 'unknown') ?? reasons[0] ?? 'internal';
 }
 
 function onTick(room: Room, nowMs: number, limits: ResendLimits, effects: RoomEffect[]): void {

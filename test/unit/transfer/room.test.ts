@@ -279,6 +279,8 @@ test('the reason of the half that failed first is told, not that it took the oth
     ['mismatch', 'peer_aborted', 'mismatch'],
     ['client_cancel', 'deadline', 'deadline'],
     ['bad_checksum', 'peer_lost', 'bad_checksum'],
+    // Prefill refused OPEN, and was cancelled before it saw the submit.
+    ['unknown', 'peer_aborted', 'peer_aborted'],
   ];
   for (const [ofP, ofD, expected] of cases) {
     for (const order of [
@@ -286,6 +288,7 @@ test('the reason of the half that failed first is told, not that it took the oth
       [endD(bad(ofD)), endP(bad(ofP))],
     ]) {
       const room = reach(PHASES['accepted'] as string[]);
+      room.maxAttempts = 1;
       const effects = order.flatMap((event) => stepRoom(room, event, LIMITS));
       assert.ok(shorten(effects).endsWith(`outcome:${expected} close`), shorten(effects));
     }
