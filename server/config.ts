@@ -14,7 +14,7 @@ import { basename, resolve } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 
-export type Command = 'all' | 'router' | 'prefill' | 'decode' | 'logits' | 'generate';
+export type Command = 'all' | 'router' | 'prefill' | 'decode' | 'logits' | 'generate' | 'doctor' | 'drain-watch';
 export type WorkerRole = 'prefill' | 'decode';
 export type LogLevel = (typeof LOG_LEVELS)[number];
 
@@ -77,6 +77,8 @@ export interface AllConfig extends Common, Listening {
   readonly prefillPort: number;
   readonly decodePort: number;
   readonly adapter: string | null;
+  /** Handed to the children as a variable, because anybody may read the arguments of a process. */
+  readonly adminKey: string | null;
   /** What SIGTERM leaves to running requests. */
   readonly drainMs: number;
   /** Flags that each child gets as they are: everything `all` shares with that role. */
@@ -88,6 +90,8 @@ export interface RouterConfig extends Common, Listening {
   /** Control addresses, tcp://HOST:PORT, at least one of each. */
   readonly prefillWorkers: readonly string[];
   readonly decodeWorkers: readonly string[];
+  /** Null: only clients on this machine are operators. */
+  readonly adminKey: string | null;
   readonly limits: SchedulerLimits;
   readonly deadlines: Deadlines;
 }
@@ -102,6 +106,8 @@ export interface WorkerConfig extends Common, Listening {
   readonly transferData: string | null;
   /** Host that peers are told instead of the bound one; null: the bound one. */
   readonly advertise: string | null;
+  /** Null: only clients on this machine are operators. */
+  readonly adminKey: string | null;
   /** `lavapipe`, `swiftshader` or a part of an adapter's name; null: the best one there is. */
   readonly adapter: string | null;
   readonly limits: SchedulerLimits;
@@ -135,13 +141,37 @@ export interface GenerateConfig extends Common {
   readonly printIds: boolean;
 }
 
+export interface DoctorConfig {
+  readonly command: 'doctor';
+  /** Base URL of a router. */
+  readonly url: string;
+  readonly adminKey: string | null;
+}
+
+export interface DrainWatchConfig {
+  readonly command: 'drain-watch';
+  readonly url: string;
+  /** Between two samples. */
+  readonly intervalMs: number;
+  /** Give a verdict after so long at the latest. */
+  readonly durationMs: number;
+}
+
 export interface HelpConfig {
   readonly command: 'help';
   /** What to print on standard output. */
   readonly text: string;
 }
 
-export type Config = AllConfig | RouterConfig | WorkerConfig | LogitsConfig | GenerateConfig | HelpConfig;
+export type Config =
+  | AllConfig
+  | RouterConfig
+  | WorkerConfig
+  | LogitsConfig
+  | GenerateConfig
+  | DoctorConfig
+  | DrainWatchConfig
+  | HelpConfig;
 
 /** The command line or environment is wrong; `faults` lists everything found, one sentence each. */
 export class ConfigError extends Error {
@@ -159,6 +189,7 @@ const LOG_LEVELS = ['fatal', 'error', 'warn', 'info', 'debug', 'trace', 'silent'
 const ROLES = ['all', 'router', 'prefill', 'decode'] as const;
 const WORKERS = ['prefill', 'decode'] as const;
 const TOOLS = ['logits', 'generate'] as const;
+const OPERATOR_TOOLS = ['doctor', 'drain-watch'] as const;
 const EVERY = [...ROLES, ...TOOLS] as const;
 const ENGINES = ['all', ...WORKERS, ...TOOLS] as const;
 
@@ -169,6 +200,8 @@ const COMMAND_HELP: Record<Command, string> = {
   decode: 'run one decode worker',
   logits: "print the model's logits for given token ids, without a server",
   generate: 'prefill and decode in this process, without a server',
+  doctor: 'examine a running cluster and say what is wrong with it',
+  'drain-watch': 'watch the queues of a running cluster and say whether they drain or leak',
 };
 
 /** Largest value of a Node timer; longer ones fire at once. */
@@ -561,6 +594,43 @@ export const OPTIONS = {
     commands: ['generate'],
     environment: false,
   },
+  url: {
+    kind: 'text',
+    value: 'URL',
+    default: 'http://127.0.0.1:8000',
+    help: 'base URL of the router',
+    commands: OPERATOR_TOOLS,
+    environment: false,
+  },
+  interval: {
+    kind: 'duration',
+    value: 'TIME',
+    min: 10,
+    max: MAX_TIMER_MS,
+    default: 1000,
+    help: 'time between two samples',
+    commands: ['drain-watch'],
+    environment: false,
+  },
+  duration: {
+    kind: 'duration',
+    value: 'TIME',
+    min: 10,
+    max: MAX_TIMER_MS,
+    default: 60_000,
+    help: 'longest time to watch',
+    commands: ['drain-watch'],
+    environment: false,
+  },
+  adminKey: {
+    kind: 'text',
+    value: 'KEY',
+    default: null,
+    defaultText: 'none: clients on the same machine only',
+    help: 'key of the pages and requests for operators, the same on all processes; better given as a variable',
+    commands: [...ROLES, 'doctor'],
+    inherited: false,
+  },
   logLevel: {
     kind: 'text',
     value: 'LEVEL',
@@ -904,7 +974,8 @@ function withDefaults(command: Command, given: Given): Settings {
 /** Faults that only show when several values, or the disk, are looked at together. */
 function contradictions(command: Command, settings: Settings, given: Given): string[] {
   const faults: string[] = [];
-  if (!existsSync(resolve(settings.model!, 'config.json'))) {
+  const needsModel = (OPTIONS.model.commands as readonly Command[]).includes(command);
+  if (needsModel && !existsSync(resolve(settings.model!, 'config.json'))) {
     faults.push(`${flagOf('model')}: no config.json in ${settings.model}; expected a checkpoint directory`);
   }
   switch (command) {
@@ -928,6 +999,11 @@ function contradictions(command: Command, settings: Settings, given: Given): str
       if ('ids' in given === 'chat' in given) {
         faults.push(`exactly one of ${flagOf('ids')} and ${flagOf('chat')} is needed`);
       }
+      break;
+    case 'doctor':
+    case 'drain-watch':
+      if (!/^https?:\/\/[^/]+/.test(settings.url))
+        faults.push(`${flagOf('url')} must be http://HOST:PORT, got "${settings.url}"`);
       break;
     default:
       command satisfies never;
@@ -1020,6 +1096,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillPort: settings.prefillPort,
         decodePort: settings.decodePort,
         adapter: settings.adapter,
+        adminKey: settings.adminKey,
         drainMs: settings.drainGrace,
         childFlags: {
           router: childFlags('router', settings),
@@ -1034,6 +1111,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         ...listening,
         prefillWorkers: settings.prefillWorker ?? [],
         decodeWorkers: settings.decodeWorker ?? [],
+        adminKey: settings.adminKey,
         limits,
         deadlines,
       };
@@ -1047,6 +1125,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         transfer: settings.transfer,
         transferData: settings.transferData,
         advertise: settings.advertise,
+        adminKey: settings.adminKey,
         adapter: settings.adapter,
         limits,
         deadlines,
@@ -1073,6 +1152,15 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         seed: settings.seed,
         ignoreEos: settings.ignoreEos,
         printIds: settings.printIds,
+      };
+    case 'doctor':
+      return { command, url: settings.url.replace(/\/+$/, ''), adminKey: settings.adminKey };
+    case 'drain-watch':
+      return {
+        command,
+        url: settings.url.replace(/\/+$/, ''),
+        intervalMs: settings.interval,
+        durationMs: settings.duration,
       };
     default:
       return command satisfies never;

@@ -23,6 +23,8 @@ import { createDetokenizer } from '../model/tokenizer.ts';
 import type { Tokenizer } from '../model/tokenizer.ts';
 import { streamedAnswer, wholeAnswer } from './answer.ts';
 import type { StreamLimits } from './answer.ts';
+import type { AdminGate } from './admin.ts';
+import type { RouterPage } from './debug-page.ts';
 import { ApiError, errorBody, errorOfReason } from './errors.ts';
 import type { ErrorCode } from './errors.ts';
 import { isObject } from './fields.ts';
@@ -107,6 +109,10 @@ export interface AppOptions {
   log: FastifyBaseLogger;
   /** The text of GET /metrics. */
   metricsText: () => Promise<string>;
+  /** Who may ask for what is an operator's. */
+  gate: AdminGate;
+  /** The body of GET /debug/rooms. */
+  debugPage: (draining: boolean) => Promise<RouterPage>;
   observe: RequestObserver;
   /** What requests get that do not say: thinking on, temperature 1, top_p 1 unless given here. */
   defaults?: { thinking?: boolean; temperature?: number; topP?: number };
@@ -264,7 +270,14 @@ function addRoutes(app: FastifyInstance, context: AppContext): void {
     });
   }
 
-  for (const path of ['/health', '/ping']) {
+  app.get('/debug/rooms', async (request) => {
+    context.gate(request.raw);
+    return context.debugPage(context.draining);
+  });
+
+  // Alive as long as it answers; a process that cannot serve is not ready, and killing it would not help.
+  app.get('/livez', async () => ({ status: 'ok' }));
+  for (const path of ['/health', '/ping', '/readyz']) {
     app.get(path, async () => {
       if (context.draining) throw new ApiError('server_draining', 'The server is shutting down.');
       if (!context.rooms.ready()) {

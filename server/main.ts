@@ -6,7 +6,7 @@
  * `handoff router` never loads WebGPU and `--help` loads nothing.
  */
 import { AdapterError, describeAdapter, setUpAdapter } from './adapter.ts';
-import { ConfigError, flagOf, resolveConfig } from './config.ts';
+import { ConfigError, environmentNameOf, flagOf, resolveConfig } from './config.ts';
 import type { AllConfig, RouterConfig, WorkerConfig } from './config.ts';
 import { createLogger } from './log.ts';
 import { SupervisorError, createSupervisor, createTerminal, describeCluster, serveRole } from './supervisor.ts';
@@ -30,6 +30,12 @@ async function main(): Promise<void> {
       return (await import('./tools.ts')).runLogits(config);
     case 'generate':
       return (await import('./tools.ts')).runGenerate(config);
+    case 'doctor':
+      process.exitCode = await (await import('./doctor.ts')).runDoctor(config);
+      return;
+    case 'drain-watch':
+      process.exitCode = await (await import('./drain-watch.ts')).runDrainWatch(config);
+      return;
     default:
       config satisfies never;
   }
@@ -67,7 +73,10 @@ async function runAll(config: AllConfig): Promise<void> {
   const terminal = createTerminal(process.stderr);
   const adapter = await setUpAdapter({ wanted: config.adapter, say: (line) => terminal.line(line) });
   const supervisor = createSupervisor(config, {
-    environment: adapter.environment,
+    environment: {
+      ...adapter.environment,
+      ...(config.adminKey === null ? {} : { [environmentNameOf('adminKey')!]: config.adminKey }),
+    },
     softwareAdapter: adapter.kind !== 'hardware',
     log,
     terminal,

@@ -15,6 +15,9 @@ import { Agent, get } from 'node:http';
 import { Counter, Gauge, Histogram, Registry, exponentialBuckets } from 'prom-client';
 import { REASONS } from '../transfer/messages.ts';
 import type { Reason } from '../transfer/messages.ts';
+import type { BuildInfo } from './build-info.ts';
+import type { PeerView } from './peer-book.ts';
+import type { OldestStay } from './room-watch.ts';
 
 export type MetricsRole = 'router' | 'prefill' | 'decode';
 
@@ -92,6 +95,42 @@ export interface WorkerStats {
   readonly tombstones: number;
   readonly ledgerViolationsTotal: number;
 }
+
+/** What every process can tell of its rooms and peers beside counts, at scrape time. */
+export interface Sights {
+  /** Of the queues and states in `ROOM_STATES`; what is left out is 0. */
+  readonly oldest: readonly OldestStay[];
+  readonly peers: readonly (PeerView & { readonly creditBytes: number })[];
+  readonly reaperAgeSeconds: number;
+  readonly links: { readonly queuedBytes: number; readonly droppedTotal: number; readonly rejectedTotal: number };
+}
+
+/** What only workers can tell. */
+export interface WorkerSights extends Sights {
+  readonly oldestUnacknowledgedSeconds: number;
+  readonly auditAgeSeconds: number;
+  readonly conservationFaults: number;
+}
+
+/** Queues and the states in them, per role: the series of `handoff_oldest_age_seconds` that are always there. */
+const ROOM_STATES: Readonly<Record<MetricsRole, Readonly<Record<string, readonly string[]>>>> = {
+  router: { queued: ['choosing', 'running'], running: ['running'], unwinding: ['choosing', 'running'] },
+  prefill: {
+    prealloc: ['bootstrapping'],
+    waiting: ['waiting'],
+    running: ['transferring'],
+    inflight: ['transferring'],
+    unwinding: ['unwinding'],
+  },
+  decode: {
+    prealloc: ['queued'],
+    transfer: ['bootstrapping', 'transferring'],
+    waiting: ['waiting'],
+    running: ['running'],
+    retracted: ['saving', 'retracted', 'restoring'],
+    unwinding: ['unwinding'],
+  },
+};
 
 interface Declaration {
   readonly name: string;
@@ -468,7 +507,107 @@ const METRICS = {
     on: WORKERS,
   },
 
-  // Every process.
+  // Every process: what is stuck, and who is silent.
+  oldestAge: {
+    name: 'handoff_oldest_age_seconds',
+    type: 'gauge',
+    help: 'Longest stay of a room in its present queue and state, 0 where there is none.',
+    labels: ['queue', 'state'],
+    on: EVERYWHERE,
+  },
+  oldestUnacknowledged: {
+    name: 'handoff_oldest_unacknowledged_seconds',
+    type: 'gauge',
+    help: 'Age of the oldest terminal message that a peer has not acknowledged.',
+    labels: [],
+    on: WORKERS,
+  },
+  peerUp: {
+    name: 'handoff_peer_up',
+    type: 'gauge',
+    help: '1 while there is a link to this peer, else 0.',
+    labels: ['peer', 'peer_role'],
+    on: EVERYWHERE,
+  },
+  peerSilence: {
+    name: 'handoff_peer_silence_seconds',
+    type: 'gauge',
+    help: 'Since anything was heard of this peer; a living one speaks at least once per heartbeat.',
+    labels: ['peer', 'peer_role'],
+    on: EVERYWHERE,
+  },
+  peerInfo: {
+    name: 'handoff_peer_info',
+    type: 'gauge',
+    help: 'Always 1; its labels name the present life of each peer.',
+    labels: ['peer', 'peer_role', 'epoch'],
+    on: EVERYWHERE,
+  },
+  peerEpochChanges: {
+    name: 'handoff_peer_epoch_changes_total',
+    type: 'counter',
+    help: 'How often another life took the name of this peer: its restarts, as seen from here.',
+    labels: ['peer', 'peer_role'],
+    on: EVERYWHERE,
+  },
+  peerCredit: {
+    name: 'handoff_peer_credit_bytes',
+    type: 'gauge',
+    help: 'Payload bytes that may be on their way between this peer and here: granted and not used up.',
+    labels: ['peer', 'peer_role'],
+    on: WORKERS,
+  },
+  reaperAge: {
+    name: 'handoff_reaper_age_seconds',
+    type: 'gauge',
+    help: 'Since deadlines were last judged.',
+    labels: [],
+    on: EVERYWHERE,
+  },
+  auditAge: {
+    name: 'handoff_audit_age_seconds',
+    type: 'gauge',
+    help: 'Since the ledgers were last recounted from scratch.',
+    labels: [],
+    on: WORKERS,
+  },
+  conservationFaults: {
+    name: 'handoff_conservation_faults',
+    type: 'gauge',
+    help: 'Faults that the last recount found. Anything but 0 is a fault of ours.',
+    labels: [],
+    on: WORKERS,
+  },
+  linkDropped: {
+    name: 'handoff_link_dropped_messages_total',
+    type: 'counter',
+    help: 'Messages that could not be sent: queue full, peer gone, or no link.',
+    labels: [],
+    on: EVERYWHERE,
+  },
+  linkRejected: {
+    name: 'handoff_link_rejected_messages_total',
+    type: 'counter',
+    help: 'Frames that decode to nothing, or that no link expects.',
+    labels: [],
+    on: EVERYWHERE,
+  },
+  linkQueuedBytes: {
+    name: 'handoff_link_queued_bytes',
+    type: 'gauge',
+    help: 'Bytes in send queues.',
+    labels: [],
+    on: EVERYWHERE,
+  },
+  buildInfo: {
+    name: 'handoff_build_info',
+    type: 'gauge',
+    help: 'Always 1; its labels say which code and checkpoint run and whether both are as released.',
+    labels: ['version', 'code_digest', 'code', 'model_digest', 'checkpoint'],
+    on: EVERYWHERE,
+  },
+
+  // Every process: itself.
   eventLoopLag: {
     name: 'handoff_event_loop_lag_seconds',
     type: 'histogram',
@@ -562,10 +701,13 @@ export interface RouterMetrics {
  */
 export function createRouterMetrics(options: {
   modelName: string;
+  build: BuildInfo;
   stats: () => RouterStats;
+  sights: () => Sights;
   workers: () => readonly WorkerTarget[];
 }): RouterMetrics {
   const { registry, metrics, close } = createRegistry('router', options.modelName);
+  showBuild(metrics, options.build);
   const agent = new Agent({ keepAlive: true });
 
   for (const streaming of ['true', 'false']) {
@@ -607,6 +749,7 @@ export function createRouterMetrics(options: {
         if (families !== null) parts.push({ worker, families });
       }
       for (const [state, count] of Object.entries(options.stats())) metrics.activeRequests.set({ state }, count);
+      readSights(metrics, options.sights(), 'router');
       readProcess(metrics);
       const own = parseExposition(await registry.metrics());
       if (own === null) throw new Error("the router's own metrics do not parse");
@@ -636,11 +779,14 @@ export function createWorkerMetrics(options: {
   modelName: string;
   adapter: string;
   pageTokens: number;
+  build: BuildInfo;
   stats: () => WorkerStats;
+  sights: () => WorkerSights;
 }): WorkerMetrics {
   const { role, pageTokens } = options;
   const { registry, metrics, close } = createRegistry(role, options.modelName);
   metrics.workerInfo.set({ adapter: options.adapter }, 1);
+  showBuild(metrics, options.build);
   const recentRows: number[] = [];
   let steps = 0;
 
@@ -655,6 +801,15 @@ export function createWorkerMetrics(options: {
     async text() {
       const stats = options.stats();
       readWorker(metrics, stats, { role, pageTokens });
+      const sights = options.sights();
+      readSights(metrics, sights, role);
+      metrics.peerCredit.reset();
+      for (const { name, role: peerRole, creditBytes } of sights.peers) {
+        metrics.peerCredit.set({ peer: name, peer_role: peerRole }, creditBytes);
+      }
+      metrics.oldestUnacknowledged.set(sights.oldestUnacknowledgedSeconds);
+      metrics.auditAge.set(sights.auditAgeSeconds);
+      metrics.conservationFaults.set(sights.conservationFaults);
       if (role === 'decode') metrics.meanBatchSize.set(mean(recentRows));
       readProcess(metrics);
       return registry.metrics();
@@ -711,6 +866,34 @@ function readWorker(
   metrics.tombstones.set(stats.tombstones);
   setTotal(metrics.ledgerViolations, {}, stats.ledgerViolationsTotal);
   for (const kind of DROPPED_KINDS) setTotal(metrics.droppedMessages, { kind }, stats.droppedMessagesTotal[kind]);
+}
+
+/** Copy what a process sees of its rooms and peers. Peers come and go, so their series are made anew. */
+function readSights(metrics: Metrics, sights: Sights, role: MetricsRole): void {
+  metrics.oldestAge.reset();
+  for (const [queue, states] of Object.entries(ROOM_STATES[role])) {
+    for (const state of states) metrics.oldestAge.set({ queue, state }, 0);
+  }
+  for (const { queue, state, seconds } of sights.oldest) metrics.oldestAge.set({ queue, state }, seconds);
+
+  for (const metric of [metrics.peerUp, metrics.peerSilence, metrics.peerInfo, metrics.peerEpochChanges])
+    metric.reset();
+  for (const { name, role: peerRole, epoch, isUp, silenceSeconds, epochChanges } of sights.peers) {
+    const labels = { peer: name, peer_role: peerRole };
+    metrics.peerUp.set(labels, isUp ? 1 : 0);
+    metrics.peerSilence.set(labels, silenceSeconds);
+    metrics.peerInfo.set({ ...labels, epoch }, 1);
+    metrics.peerEpochChanges.inc(labels, epochChanges);
+  }
+  metrics.reaperAge.set(sights.reaperAgeSeconds);
+  metrics.linkQueuedBytes.set(sights.links.queuedBytes);
+  setTotal(metrics.linkDropped, {}, sights.links.droppedTotal);
+  setTotal(metrics.linkRejected, {}, sights.links.rejectedTotal);
+}
+
+function showBuild(metrics: Metrics, build: BuildInfo): void {
+  const { version, codeDigest, code, modelDigest, checkpoint } = build;
+  metrics.buildInfo.set({ version, code_digest: codeDigest, code, model_digest: modelDigest, checkpoint }, 1);
 }
 
 function readProcess(metrics: Metrics): void {

@@ -17,10 +17,12 @@ import {
   type SamplingParams,
   type WorkerToRouter,
 } from '../transfer/messages.ts';
-import { createRoom, stepRoom, type Room, type RoomEffect, type RoomEvent } from '../transfer/room.ts';
+import { createRoom, stepRoom, type Half, type Room, type RoomEffect, type RoomEvent } from '../transfer/room.ts';
 import { choosePair, type WorkerView } from './balancer.ts';
 import { ApiError, errorOfReason } from './errors.ts';
+import { historyEntry, type HalfEntry, type RouterRoomEntry } from './debug-page.ts';
 import type { AbortPhase } from './metrics.ts';
+import { createRoomWatch, type OldestStay, type Sighting } from './room-watch.ts';
 
 /** What the HTTP side asks for. */
 export interface RoomRequest {
@@ -47,8 +49,11 @@ export interface RoomSink {
 
 /** A room that was started. */
 export interface RoomHandle {
-  /** Give it up: the client left, or the text it asked for is complete. No tokens come after it, one `onEnd` does. */
-  cancel(reason: 'client_lost' | 'stop_string'): void;
+  /**
+   * Give it up: the client left, the text it asked for is complete, or an operator asked. No tokens come after it, one
+   * `onEnd` does.
+   */
+  cancel(reason: 'client_lost' | 'stop_string' | 'client_cancel'): void;
 }
 
 /** What `http.ts` needs of this file. */
@@ -109,6 +114,10 @@ export interface RoomDriver extends Rooms {
   tick(): void;
   /** Rooms without a first token, and rooms with one; rooms that only wait for their halves to end are in neither. */
   stats(): { queued: number; running: number; unwinding: number };
+  /** Every room with its halves and history, oldest first. */
+  views(): RouterRoomEntry[];
+  /** By queue and state, the room that has been there longest. */
+  oldest(): OldestStay[];
   /** Nothing below this sequence is in use. */
   smallestSequence(): number;
   /** Cancel every room; resolves when all are closed or `deadlineMs` has passed. */
@@ -134,10 +143,12 @@ interface Entry {
 export function createRooms(options: RoomsOptions): RoomDriver {
   const { links, now } = options;
   const entries = new Map<RoomId, Entry>();
+  const watch = createRoomWatch();
   let nextSequence = 0;
   let whenEmpty: (() => void) | null = null;
 
   function step(entry: Entry, event: RoomEvent): void {
+    if (event.type !== 'tick') watch.note(entry.room.room, event.type, event.nowMs);
     for (const effect of stepRoom(entry.room, event, RESEND)) perform(entry, effect);
   }
 
@@ -225,6 +236,12 @@ export function createRooms(options: RoomsOptions): RoomDriver {
     }
   }
 
+  function sightings(): Sighting[] {
+    return [...entries.values()].map((entry) => {
+      return { key: entry.room.room, queue: queueOf(entry), state: entry.room.phase };
+    });
+  }
+
   function entryOf(key: RoomKey): Entry | undefined {
     const parts = parseKey(key);
     return parts === null ? undefined : entries.get(parts.room);
@@ -267,11 +284,9 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       return {
         cancel(reason) {
           if (room.phase === 'ended') return;
-          const event: RoomEvent =
-            reason === 'client_lost'
-              ? { type: 'client_lost', nowMs: now() }
-              : { type: 'client_cancel', finish: 'stop', nowMs: now() };
-          step(entry, event);
+          const nowMs = now();
+          if (reason === 'client_lost') step(entry, { type: 'client_lost', nowMs });
+          else step(entry, { type: 'client_cancel', finish: reason === 'stop_string' ? 'stop' : null, nowMs });
         },
       };
     },
@@ -285,14 +300,35 @@ export function createRooms(options: RoomsOptions): RoomDriver {
     },
     tick() {
       for (const entry of [...entries.values()]) step(entry, { type: 'tick', nowMs: now() });
+      watch.look(sightings(), now());
     },
     stats() {
       const counts = { queued: 0, running: 0, unwinding: 0 };
-      for (const { room, delivered } of entries.values()) {
-        if (room.outcome !== null) counts.unwinding++;
-        else counts[delivered ? 'running' : 'queued']++;
-      }
+      for (const entry of entries.values()) counts[queueOf(entry)]++;
       return counts;
+    },
+    views() {
+      const nowMs = now();
+      watch.look(sightings(), nowMs);
+      return [...entries.values()].map((entry): RouterRoomEntry => {
+        const { room, requestId } = entry;
+        return {
+          room: room.room,
+          requestId,
+          queue: queueOf(entry),
+          state: room.phase,
+          attempt: room.attempt,
+          tokens: room.tokenCount,
+          outcome: room.outcome === null ? null : room.outcome.ok ? room.outcome.finish : room.outcome.reason,
+          prefill: halfEntry(room.prefill),
+          decode: halfEntry(room.decode),
+          ...historyEntry(watch.historyOf(room.room), nowMs),
+        };
+      });
+    },
+    oldest() {
+      watch.look(sightings(), now());
+      return watch.oldest(now());
     },
     smallestSequence() {
       // Rooms are inserted in order of their sequence.
@@ -310,6 +346,23 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         };
       });
     },
+  };
+}
+
+/** A room that was answered only waits for its halves; before, the first token makes the difference. */
+function queueOf({ room, delivered }: Entry): 'queued' | 'running' | 'unwinding' {
+  if (room.outcome !== null) return 'unwinding';
+  return delivered ? 'running' : 'queued';
+}
+
+function halfEntry(half: Half | null): HalfEntry | null {
+  if (half === null) return null;
+  const { worker, outcome, pending } = half;
+  return {
+    name: worker.name,
+    epoch: worker.epoch,
+    outcome: outcome === null ? 'open' : outcome.ok ? outcome.finish : outcome.reason,
+    pending: pending?.message.type ?? null,
   };
 }
 

@@ -13,11 +13,15 @@ import { loadTokenizer } from '../model/tokenizer.ts';
 import { openConnector, type ChannelEvent, type Peer } from '../transfer/channel.ts';
 import { makeEpoch, type Epoch, type WorkerToRouter } from '../transfer/messages.ts';
 import type { WorkerView } from './balancer.ts';
+import { adminHeaders, createAdminGate } from './admin.ts';
+import { readBuildInfo } from './build-info.ts';
 import { modelName, type RouterConfig, type WorkerRole } from './config.ts';
+import type { RouterPage, SeatEntry, WorkerPage } from './debug-page.ts';
 import { closeApp, createApp, defaultHttpLimits } from './http.ts';
 import { createLogger } from './log.ts';
 import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
+import { createPeerBook } from './peer-book.ts';
 import { createRooms } from './rooms.ts';
 import type { RunningRole } from './supervisor.ts';
 
@@ -34,6 +38,8 @@ const MAX_PAYLOAD_BYTES = 0;
 const LINGER_MS = 500;
 /** Requests get this long to finish at shutdown, then are ended with an error; `all` allows 4 s in total. */
 const DRAIN_MS = 2000;
+/** A worker gets this long to show its rooms. */
+const PAGE_LIMIT_MS = 2000;
 /** Then their halves get this long to end. */
 const UNWIND_MS = 500;
 
@@ -61,7 +67,12 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
   const chat = loadChatEncoding(config.model);
   const { maxPositions } = loadModelConfig(config.model);
   const modelDigest = await digestModel(config.model);
+  const build = await readBuildInfo(config.model, modelDigest);
   const epoch = makeEpoch(Date.now(), randomBytes(4).readUInt32LE());
+  // A router on a port of its own choice comes back as the next life of the same one.
+  const name = `router@${hostname()}:${config.port === 0 ? epoch : config.port}`;
+  const book = createPeerBook(() => connector.links());
+  let reapedMs = now();
 
   const seats: Seat[] = [
     ...config.prefillWorkers.map((address, index) => newSeat(address, 'prefill', index)),
@@ -71,8 +82,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
 
   const connector = openConnector({
     role: 'router',
-    // A router on a port of its own choice comes back as the next life of the same one.
-    name: `router@${hostname()}:${config.port === 0 ? epoch : config.port}`,
+    name,
     epoch,
     fields: { model: modelDigest },
     heartbeatMs: config.deadlines.heartbeatMs,
@@ -98,11 +108,38 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
   });
   const metrics = createRouterMetrics({
     modelName: modelName(config),
+    build,
     stats: () => rooms.stats(),
+    sights() {
+      const { queuedBytes, droppedMessages, rejectedMessages } = connector.stats();
+      return {
+        oldest: rooms.oldest(),
+        peers: book.peers(now()).map((peer) => ({ ...peer, creditBytes: 0 })),
+        reaperAgeSeconds: (now() - reapedMs) / 1000,
+        links: { queuedBytes, droppedTotal: droppedMessages, rejectedTotal: rejectedMessages },
+      };
+    },
     workers: () => seats.map((seat): WorkerTarget => ({ worker: seat.label, role: seat.role, http: seat.http })),
   });
 
+  /** This router's rooms, and what every worker says of its own. */
+  async function debugPage(draining: boolean): Promise<RouterPage> {
+    return {
+      role: 'router',
+      name,
+      epoch,
+      draining,
+      build,
+      deadlines: config.deadlines,
+      rooms: rooms.views(),
+      reaperAgeSeconds: (now() - reapedMs) / 1000,
+      peers: book.peers(now()),
+      workers: await Promise.all(seats.map((seat) => seatEntry(seat, config.adminKey))),
+    };
+  }
+
   function onLinkEvent(event: ChannelEvent): void {
+    book.onEvent(event, now());
     switch (event.type) {
       case 'up':
         return onUp(event.peer, event.address);
@@ -159,10 +196,16 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     limits: defaultHttpLimits,
     log,
     metricsText: () => metrics.text(),
+    gate: createAdminGate(config.adminKey),
+    debugPage,
     observe: metrics,
   });
   const timers = [
-    setInterval(() => rooms.tick(), TICK_MS),
+    setInterval(() => {
+      rooms.tick();
+      book.look(now());
+      reapedMs = now();
+    }, TICK_MS),
     setInterval(() => {
       const mark = { type: 'mark', smallestSequence: rooms.smallestSequence() } as const;
       for (const worker of live.keys()) connector.send(worker, 'control', mark);
@@ -194,4 +237,19 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
 
 function newSeat(address: string, role: WorkerRole, index: number): Seat {
   return { address, role, label: `${role}-${index}`, view: null, http: null };
+}
+
+async function seatEntry({ address, role, label, view, http }: Seat, adminKey: string | null): Promise<SeatEntry> {
+  const seat = { worker: label, role, address, epoch: view?.ref.epoch ?? null };
+  if (http === null) return { ...seat, page: null, error: 'it was never linked' };
+  try {
+    const signal = AbortSignal.timeout(PAGE_LIMIT_MS);
+    const response = await fetch(`${http}/debug/rooms`, { headers: adminHeaders(adminKey), signal });
+    if (!response.ok) return { ...seat, page: null, error: `it answered ${response.status}` };
+    return { ...seat, page: (await response.json()) as WorkerPage, error: null };
+  } catch (error) {
+    const why =
+      (error as Error).name === 'TimeoutError' ? `no answer within ${PAGE_LIMIT_MS} ms` : 'it cannot be reached';
+    return { ...seat, page: null, error: why };
+  }
 }

@@ -9,14 +9,34 @@
  * starts a step if none is running. Nothing waits: a step and a read run beside the loop and come back as events.
  */
 import { randomBytes } from 'node:crypto';
-import { once } from 'node:events';
-import { createServer, type Server } from 'node:http';
 import type { AddressInfo } from 'node:net';
 import { hostname } from 'node:os';
 import type { Logger } from 'pino';
-import { createDecode, nextDecodeBatch, statsDecode, stepDecode, type DecodeEvent } from '../scheduler/decode.ts';
-import { createPrefill, nextPrefillBatch, statsPrefill, stepPrefill, type PrefillEvent } from '../scheduler/prefill.ts';
+import {
+  auditDecode,
+  createDecode,
+  nextDecodeBatch,
+  statsDecode,
+  stepDecode,
+  type DecodeEvent,
+} from '../scheduler/decode.ts';
+import {
+  auditPrefill,
+  createPrefill,
+  nextPrefillBatch,
+  statsPrefill,
+  stepPrefill,
+  type PrefillEvent,
+} from '../scheduler/prefill.ts';
 import type { DropCounts, SampledToken, UnitPlace, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
+import {
+  creditByPeer,
+  viewDecode,
+  viewPrefill,
+  viewUnacked,
+  type RoomView,
+  type UnackedView,
+} from '../scheduler/views.ts';
 import {
   openConnector,
   openListener,
@@ -36,17 +56,25 @@ import {
   type RouterToWorker,
 } from '../transfer/messages.ts';
 import { setUpAdapter } from './adapter.ts';
+import { createAdminGate } from './admin.ts';
+import { readBuildInfo, type BuildInfo } from './build-info.ts';
 import { choosePageCount, modelName, type WorkerConfig, type WorkerRole } from './config.ts';
+import { unackedEntries, workerRooms, type WorkerPage } from './debug-page.ts';
 import { openEngine, type Engine } from './engine.ts';
 import { createLogger } from './log.ts';
-import { createWorkerMetrics, METRICS_CONTENT_TYPE, type WorkerMetrics, type WorkerStats } from './metrics.ts';
+import { createWorkerMetrics, type WorkerSights, type WorkerStats } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
+import { createPeerBook } from './peer-book.ts';
+import { createRoomWatch } from './room-watch.ts';
 import { reportProgress, type RunningRole } from './supervisor.ts';
+import { listenHttp, servePages } from './worker-http.ts';
 
 /** Deadlines and re-sends are judged this often. */
 const TICK_MS = 50;
 /** Load is reported to routers this often. */
 const LOAD_MS = 250;
+/** The ledgers are recounted from scratch this often. */
+const AUDIT_MS = 1000;
 /** First re-send of an unanswered message, doubling up to the second. */
 const RESEND_MIN_MS = 100;
 const RESEND_MAX_MS = 2000;
@@ -83,6 +111,11 @@ interface Core {
   next(): { rows: number; run: () => Promise<SampledToken[]> } | null;
   /** Rooms that are not over. */
   keys(): RoomKey[];
+  /** Every room, and every terminal message without an acknowledgement, for operators. */
+  rooms(): RoomView[];
+  unacked(): UnackedView[];
+  /** Recount everything from scratch. Empty when all is well. */
+  audit(): string[];
   /** Gauges of the state; totals that only the loop knows are added by it. */
   gauges(): CoreGauges;
 }
@@ -117,9 +150,10 @@ export async function runWorker(config: WorkerConfig, role: WorkerRole): Promise
   const adapter = await setUpAdapter({ wanted: config.adapter, say: (line) => log.info({ detail: line }, 'adapter') });
   Object.assign(process.env, adapter.environment);
   const modelDigest = await digestModel(config.model);
+  const build = await readBuildInfo(config.model, modelDigest);
   const engine = await openWorkerEngine(config, role, adapter.name);
   try {
-    return await serve({ config, role, log, engine, modelDigest, adapterName: adapter.name });
+    return await serve({ config, role, log, engine, modelDigest, build, adapterName: adapter.name });
   } catch (error) {
     engine.close();
     throw error;
@@ -148,6 +182,7 @@ interface Service {
   readonly log: Logger;
   readonly engine: Engine;
   readonly modelDigest: string;
+  readonly build: BuildInfo;
   readonly adapterName: string;
 }
 
@@ -155,6 +190,12 @@ async function serve(service: Service): Promise<RunningRole> {
   const { config, role, log, engine, modelDigest } = service;
   const now = (): number => performance.now();
   const epoch = makeEpoch(Date.now(), randomBytes(4).readUInt32LE());
+
+  // ---- for operators: who was heard when, what happened to which room
+  const watch = createRoomWatch();
+  const book = createPeerBook(() => [...peers.links(), ...control.links()]);
+  const reaped = { atMs: now() };
+  const audited = { atMs: now(), faults: [] as readonly string[] };
 
   // ---- sockets: they only append to the inbox
   const inbox: WorkerEvent[] = [];
@@ -175,6 +216,7 @@ async function serve(service: Service): Promise<RunningRole> {
   });
   const onPeerEvent = (event: ChannelEvent): void => {
     const nowMs = now();
+    book.onEvent(event, nowMs);
     switch (event.type) {
       case 'up':
         return post({ type: 'peer_up', peer: event.peer, nowMs });
@@ -198,6 +240,7 @@ async function serve(service: Service): Promise<RunningRole> {
   };
   const onRouterEvent = (event: ChannelEvent): void => {
     const nowMs = now();
+    book.onEvent(event, nowMs);
     switch (event.type) {
       case 'up':
         routers.set(event.peer.epoch, event.peer.name);
@@ -229,7 +272,7 @@ async function serve(service: Service): Promise<RunningRole> {
     }
   };
 
-  const http = await listenHttp(config);
+  const http = await listenHttp(config.host, config.port);
   const httpUrl = `http://${config.host}:${(http.address() as AddressInfo).port}`;
   // Stable over restarts at the same port, so that a newer epoch of this worker replaces the older one everywhere.
   const name = `${role}@${hostname()}:${new URL(httpUrl).port}`;
@@ -260,7 +303,9 @@ async function serve(service: Service): Promise<RunningRole> {
     modelName: modelName(config),
     adapter: service.adapterName,
     pageTokens: engine.config.pageTokens,
+    build: service.build,
     stats: () => workerStats(core.gauges(), engine, totals),
+    sights: () => sights(now()),
   });
 
   // ---- turns
@@ -291,11 +336,92 @@ async function serve(service: Service): Promise<RunningRole> {
     turnAsked = false;
     // What the effects of this turn append (a write that is done at once) waits for the next.
     for (const event of inbox.splice(0)) {
+      noteEvent(event);
       if (event.type === 'router_message' && event.message.type === 'submit') submittedMs.set(event.message.key, now());
       for (const effect of core.step(event)) perform(effect);
     }
     startStep();
     if (!stepping && whenIdle !== null && core.gauges().rooms === 0) whenIdle();
+  }
+
+  function noteEvent(event: WorkerEvent): void {
+    const { nowMs } = event;
+    switch (event.type) {
+      case 'router_message':
+      case 'peer_message': {
+        const { message } = event;
+        if ('key' in message) watch.note(message.key, message.type, nowMs);
+        break;
+      }
+      case 'written':
+      case 'read_done':
+        watch.note(event.key, event.type, nowMs);
+        break;
+      case 'step_done':
+        for (const { key } of event.tokens) watch.note(key, event.type, nowMs);
+        break;
+      case 'tick':
+        reaped.atMs = nowMs;
+        book.look(nowMs);
+        watch.look(core.rooms(), nowMs);
+        break;
+      default:
+        break; // of no one room
+    }
+  }
+
+  /** Recount the ledgers. A fault is logged when it is new; it stays in the gauge for as long as it is there. */
+  function audit(): void {
+    const faults = core.audit();
+    if (faults.join() !== audited.faults.join() && faults.length > 0)
+      log.error({ faults }, 'the ledgers do not add up');
+    Object.assign(audited, { atMs: now(), faults });
+  }
+
+  function sights(nowMs: number): WorkerSights {
+    const rooms = core.rooms();
+    watch.look(rooms, nowMs);
+    const credit = creditByPeer(rooms);
+    const channels = [peers.stats(), control.stats()];
+    const sum = (of: (stats: (typeof channels)[number]) => number): number => of(channels[0]!) + of(channels[1]!);
+    const unacked = core.unacked().flatMap(({ sinceMs }) => (sinceMs === null ? [] : [nowMs - sinceMs]));
+    return {
+      oldest: watch.oldest(nowMs),
+      peers: book.peers(nowMs).map((peer) => ({ ...peer, creditBytes: credit.get(peer.epoch) ?? 0 })),
+      reaperAgeSeconds: (nowMs - reaped.atMs) / 1000,
+      links: {
+        queuedBytes: sum((stats) => stats.queuedBytes),
+        droppedTotal: sum((stats) => stats.droppedMessages),
+        rejectedTotal: sum((stats) => stats.rejectedMessages),
+      },
+      oldestUnacknowledgedSeconds: Math.max(0, ...unacked) / 1000,
+      auditAgeSeconds: (nowMs - audited.atMs) / 1000,
+      conservationFaults: audited.faults.length,
+    };
+  }
+
+  function debugPage(): WorkerPage {
+    const nowMs = now();
+    const { queues, pages, slots, tombstones, draining, ledgerViolationsTotal } = core.gauges();
+    const rooms = core.rooms();
+    watch.look(rooms, nowMs);
+    audit();
+    return {
+      role,
+      name,
+      epoch,
+      draining,
+      build: service.build,
+      queues,
+      pages,
+      slots,
+      rooms: workerRooms(rooms, watch, nowMs),
+      unacknowledged: unackedEntries(core.unacked(), nowMs),
+      tombstones,
+      conservation: { faults: audited.faults, auditAgeSeconds: 0, violationsTotal: ledgerViolationsTotal },
+      reaperAgeSeconds: (nowMs - reaped.atMs) / 1000,
+      peers: book.peers(nowMs),
+    };
   }
 
   function startStep(): void {
@@ -367,7 +493,10 @@ async function serve(service: Service): Promise<RunningRole> {
         break;
       }
       case 'violation':
-        log.error({ room: effect.key, what: effect.what }, 'ledger violation: quarantined');
+        log.error(
+          { room: effect.key, what: effect.what, events: watch.historyOf(effect.key)?.events ?? [] },
+          'ledger violation: quarantined',
+        );
         break;
       default:
         effect satisfies never;
@@ -446,12 +575,20 @@ async function serve(service: Service): Promise<RunningRole> {
   }
 
   engine.device.lost.catch(die);
-  const timers = [setInterval(() => post({ type: 'tick', nowMs: now() }), TICK_MS), setInterval(reportLoad, LOAD_MS)];
-  http.on('request', (request, response) => {
-    answer(request.url ?? '', { core, metrics, service, epoch, name }).then(({ status, type, body }) => {
-      response.writeHead(status, { 'content-type': type });
-      response.end(body);
-    }, die);
+  const timers = [
+    setInterval(() => post({ type: 'tick', nowMs: now() }), TICK_MS),
+    setInterval(reportLoad, LOAD_MS),
+    setInterval(audit, AUDIT_MS),
+  ];
+  servePages(http, {
+    gate: createAdminGate(config.adminKey),
+    metrics: () => metrics.text(),
+    health() {
+      const { draining, rooms } = core.gauges();
+      const model = modelName(config);
+      return { draining, body: { role, name, epoch, model, adapter: service.adapterName, rooms } };
+    },
+    rooms: debugPage,
   });
 
   return {
@@ -527,6 +664,9 @@ function prefillCore(service: Service, self: Instance): Core {
       };
     },
     keys: () => [...state.live.keys()],
+    rooms: () => viewPrefill(state),
+    unacked: () => viewUnacked(state.desk),
+    audit: () => auditPrefill(state),
     gauges() {
       const stats = statsPrefill(state);
       const { bootstrapping, waiting, computing, inflight, unwinding } = stats;
@@ -590,6 +730,9 @@ function decodeCore(service: Service, self: Instance): Core {
       };
     },
     keys: () => [...state.live.keys()],
+    rooms: () => viewDecode(state),
+    unacked: () => viewUnacked(state.desk),
+    audit: () => auditDecode(state),
     gauges() {
       const stats = statsDecode(state);
       const { prealloc, transfer, waiting, running, unwinding } = stats;
@@ -699,47 +842,4 @@ function advertised(address: string, host: string | null): string {
 function logRefusal(log: Logger, event: Extract<ChannelEvent, { type: 'refused' }>): void {
   const { address, field, ours, theirs } = event;
   log.error({ address, field, ours, theirs }, 'link refused: the two sides do not fit together');
-}
-
-async function listenHttp(config: WorkerConfig): Promise<Server> {
-  const server = createServer();
-  server.listen(config.port, config.host);
-  await once(server, 'listening');
-  return server;
-}
-
-/** A worker's own HTTP: what it is and how it does. */
-async function answer(
-  url: string,
-  of: { core: Core; metrics: WorkerMetrics; service: Service; epoch: Epoch; name: string },
-): Promise<{ status: number; type: string; body: string }> {
-  const json = 'application/json; charset=utf-8';
-  switch (url.split('?')[0]) {
-    case '/metrics':
-      return { status: 200, type: METRICS_CONTENT_TYPE, body: await of.metrics.text() };
-    case '/health': {
-      const { draining, rooms } = of.core.gauges();
-      const { role, config, adapterName } = of.service;
-      const status = draining ? 'draining' : 'ok';
-      const body = {
-        status,
-        role,
-        name: of.name,
-        epoch: of.epoch,
-        model: modelName(config),
-        adapter: adapterName,
-        rooms,
-      };
-      return { status: draining ? 503 : 200, type: json, body: JSON.stringify(body) };
-    }
-    default: {
-      const error = {
-        message: 'This worker serves /health and /metrics; the API is at the router.',
-        type: 'invalid_request_error',
-        param: null,
-        code: 'not_found',
-      };
-      return { status: 404, type: json, body: JSON.stringify({ error }) };
-    }
-  }
 }

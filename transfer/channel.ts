@@ -107,6 +107,13 @@ export interface ChannelStats {
   rejectedMessages: number;
 }
 
+/** A link that is up. */
+export interface LinkView {
+  peer: Peer;
+  /** Since anything was heard on it; our own pauses excluded. */
+  silenceMs: number;
+}
+
 export interface Listener {
   /** The control address, with the real port. */
   address: string;
@@ -115,6 +122,8 @@ export interface Listener {
   /** Queue a message. False if it was dropped. `payload` must not change afterwards: pass a copy. */
   send(epoch: Epoch, socket: SocketKind, message: Message, payload?: Uint8Array): boolean;
   stats(): ChannelStats;
+  /** Every link that is up. */
+  links(): LinkView[];
   close(): Promise<void>;
 }
 
@@ -125,6 +134,7 @@ export interface Connector {
   disconnect(address: string): void;
   send(epoch: Epoch, socket: SocketKind, message: Message, payload?: Uint8Array): boolean;
   stats(): ChannelStats;
+  links(): LinkView[];
   close(): Promise<void>;
 }
 
@@ -549,6 +559,7 @@ export async function openListener(
       const all = [writers.control.stats(), ...(writers.data === null ? [] : [writers.data.stats()])];
       return sumStats(byName.size, all, strayMessages, rejectedMessages);
     },
+    links: () => linkViews([...byName.values()]),
     async close() {
       if (isClosed) return;
       isClosed = true;
@@ -744,6 +755,7 @@ export function openConnector(options: ChannelOptions): Connector {
   }
 
   function ping(connection: Connection, answer: boolean): void {
+    // Before it is up only HELLO counts: a PING answered more often than HELLO is due would put that off for ever.
     connection.saidMs = now();
     const { peer, link } = connection;
     sendOn(connection, 'control', { type: 'PING', from: options.epoch, to: peer?.epoch ?? '', link, answer });
@@ -793,6 +805,7 @@ export function openConnector(options: ChannelOptions): Connector {
       }
       return sumStats(links, all, strayMessages, rejectedMessages);
     },
+    links: () => linkViews([...connections.values()]),
     async close() {
       if (isClosed) return;
       isClosed = true;
@@ -805,6 +818,13 @@ export function openConnector(options: ChannelOptions): Connector {
       await Promise.all(closing);
     },
   };
+}
+
+function linkViews(links: readonly { peer: Peer | null; isUp: boolean; heardMs: number }[]): LinkView[] {
+  const nowMs = now();
+  return links.flatMap(({ peer, isUp, heardMs }) =>
+    peer === null || !isUp ? [] : [{ peer, silenceMs: Math.max(0, nowMs - heardMs) }],
+  );
 }
 
 function sumStats(

@@ -15,6 +15,7 @@ import OpenAI from 'openai';
 import { pino } from 'pino';
 import { loadChatEncoding } from '../../model/chat.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
+import { createAdminGate } from '../../server/admin.ts';
 import { ApiError } from '../../server/errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
 import type { HttpLimits, RequestObserver } from '../../server/http.ts';
@@ -146,6 +147,8 @@ async function listen(limits: Partial<HttpLimits> = {}) {
     contextLength,
     limits: { ...defaultHttpLimits, ...limits },
     log: pino({ level: 'silent' }),
+    gate: createAdminGate('test-key'),
+    debugPage: () => Promise.reject(new Error('asked for by no test here')),
     metricsText: () => Promise.resolve('handoff_up 1\n'),
     observe: {
       responded(route, status) {

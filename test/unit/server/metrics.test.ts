@@ -12,7 +12,8 @@ import {
   mergeExpositions,
   parseExposition,
 } from '../../../server/metrics.ts';
-import type { RouterMetrics, WorkerMetrics, WorkerStats, WorkerTarget } from '../../../server/metrics.ts';
+import type { BuildInfo } from '../../../server/build-info.ts';
+import type { RouterMetrics, WorkerMetrics, WorkerSights, WorkerStats, WorkerTarget } from '../../../server/metrics.ts';
 import { REASONS } from '../../../transfer/messages.ts';
 
 const idle: WorkerStats = {
@@ -37,15 +38,42 @@ const idle: WorkerStats = {
   ledgerViolationsTotal: 0,
 };
 
+const build: BuildInfo = {
+  version: '0.1.0',
+  commit: null,
+  codeDigest: 'c0de',
+  code: 'clean',
+  modelDigest: 'f00d',
+  checkpoint: 'external',
+};
+
+const quiet: WorkerSights = {
+  oldest: [],
+  peers: [],
+  reaperAgeSeconds: 0,
+  links: { queuedBytes: 0, droppedTotal: 0, rejectedTotal: 0 },
+  oldestUnacknowledgedSeconds: 0,
+  auditAgeSeconds: 0,
+  conservationFaults: 0,
+};
+
 function workerMetrics(t: TestContext, role: 'prefill' | 'decode', stats: () => WorkerStats): WorkerMetrics {
-  const metrics = createWorkerMetrics({ role, modelName: 'nano', adapter: 'test "adapter"', pageTokens: 128, stats });
+  const metrics = createWorkerMetrics({
+    role,
+    modelName: 'nano',
+    adapter: 'test "adapter"',
+    pageTokens: 128,
+    build,
+    stats,
+    sights: () => quiet,
+  });
   t.after(() => metrics.close());
   return metrics;
 }
 
 function routerMetrics(t: TestContext, workers: readonly WorkerTarget[]): RouterMetrics {
   const stats = () => ({ queued: 2, running: 5, unwinding: 1 });
-  const metrics = createRouterMetrics({ modelName: 'nano', stats, workers: () => workers });
+  const metrics = createRouterMetrics({ modelName: 'nano', build, stats, sights: () => quiet, workers: () => workers });
   t.after(() => metrics.close());
   return metrics;
 }
@@ -104,6 +132,57 @@ function assertClean(t: TestContext, text: string): void {
   if (lint.error !== undefined) t.diagnostic('promtool (Debian package prometheus) is not here: own checks only');
   else assert.equal(`${lint.status} ${lint.stdout}${lint.stderr}`, '0 ');
 }
+
+test('ages, peers, reaper and build of a worker are shown; a peer that is forgotten has no series', async (t) => {
+  let sights: WorkerSights = quiet;
+  const options = {
+    role: 'decode',
+    modelName: 'nano',
+    adapter: 'a',
+    pageTokens: 128,
+    build,
+    stats: () => idle,
+  } as const;
+  const metrics = createWorkerMetrics({ ...options, sights: () => sights });
+  t.after(() => metrics.close());
+  const age = 'handoff_oldest_age_seconds';
+  assert.equal(valueOf(await metrics.text(), age, 'queue="transfer"', 'state="transferring"'), 0);
+
+  const silent = { name: 'prefill@a:8100', role: 'prefill', epoch: 'e2', isUp: false, silenceSeconds: 7.5 };
+  sights = {
+    oldest: [{ queue: 'transfer', state: 'transferring', seconds: 12.5 }],
+    peers: [{ ...silent, epochChanges: 1, creditBytes: 4096 }],
+    reaperAgeSeconds: 0.05,
+    links: { queuedBytes: 9, droppedTotal: 8, rejectedTotal: 7 },
+    oldestUnacknowledgedSeconds: 3,
+    auditAgeSeconds: 0.5,
+    conservationFaults: 2,
+  };
+  const text = await metrics.text();
+  assertClean(t, text);
+  const peer = 'peer="prefill@a:8100"';
+  const expected: [string, string[], number][] = [
+    [age, ['queue="transfer"', 'state="transferring"'], 12.5],
+    [age, ['queue="running"'], 0],
+    ['handoff_peer_up', [peer], 0],
+    ['handoff_peer_silence_seconds', [peer, 'peer_role="prefill"'], 7.5],
+    ['handoff_peer_info', [peer, 'epoch="e2"'], 1],
+    ['handoff_peer_epoch_changes_total', [peer], 1],
+    ['handoff_peer_credit_bytes', [peer], 4096],
+    ['handoff_reaper_age_seconds', [], 0.05],
+    ['handoff_link_dropped_messages_total', [], 8],
+    ['handoff_link_rejected_messages_total', [], 7],
+    ['handoff_link_queued_bytes', [], 9],
+    ['handoff_oldest_unacknowledged_seconds', [], 3],
+    ['handoff_audit_age_seconds', [], 0.5],
+    ['handoff_conservation_faults', [], 2],
+    ['handoff_build_info', ['code_digest="c0de"', 'code="clean"', 'checkpoint="external"'], 1],
+  ];
+  for (const [name, labels, value] of expected) assert.equal(valueOf(text, name, ...labels), value, name);
+
+  sights = quiet;
+  assert.ok(!(await metrics.text()).includes(peer));
+});
 
 test('the gauges and totals of a worker are those of its state at the scrape', async (t) => {
   let stats: WorkerStats = idle;

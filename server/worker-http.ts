@@ -1,0 +1,76 @@
+/** A worker's own HTTP: what it is, how it does, and, for operators, every room it holds. */
+import { createServer, type IncomingMessage, type Server, type ServerResponse } from 'node:http';
+import { once } from 'node:events';
+import type { AdminGate } from './admin.ts';
+import type { WorkerPage } from './debug-page.ts';
+import { ApiError, errorBody } from './errors.ts';
+import { METRICS_CONTENT_TYPE } from './metrics.ts';
+
+/** What the pages show; each is asked anew for every request. */
+export interface WorkerPages {
+  readonly gate: AdminGate;
+  metrics(): Promise<string>;
+  health(): { draining: boolean; body: Readonly<Record<string, unknown>> };
+  rooms(): WorkerPage;
+}
+
+interface Answer {
+  status: number;
+  type: string;
+  body: string;
+}
+
+/** Listen, answering nothing yet: a worker's name has its port in it. Rejects when the port is taken. */
+export async function listenHttp(host: string, port: number): Promise<Server> {
+  const server = createServer();
+  server.listen(port, host);
+  await once(server, 'listening');
+  return server;
+}
+
+/** Answer requests from now on. */
+export function servePages(server: Server, pages: WorkerPages): void {
+  server.on('request', (request: IncomingMessage, response: ServerResponse) => {
+    answer(request, pages)
+      .catch((error: unknown) => refusal(error))
+      .then(
+        ({ status, type, body }) => {
+          response.writeHead(status, { 'content-type': type });
+          response.end(body);
+        },
+        () => response.destroy(),
+      );
+  });
+}
+
+async function answer(request: IncomingMessage, pages: WorkerPages): Promise<Answer> {
+  const path = (request.url ?? '').split('?')[0];
+  switch (path) {
+    case '/metrics':
+      return { status: 200, type: METRICS_CONTENT_TYPE, body: await pages.metrics() };
+    case '/livez':
+      return json(200, { status: 'ok' });
+    case '/health':
+    case '/readyz': {
+      const { draining, body } = pages.health();
+      return json(draining ? 503 : 200, { status: draining ? 'draining' : 'ok', ...body });
+    }
+    case '/debug/rooms':
+      pages.gate(request);
+      return json(200, pages.rooms());
+    default:
+      throw new ApiError(
+        'not_found',
+        'This worker serves /health, /livez, /readyz, /metrics and /debug/rooms; the API is at the router.',
+      );
+  }
+}
+
+function refusal(error: unknown): Answer {
+  const known = error instanceof ApiError ? error : new ApiError('internal_error', 'The worker had an internal error.');
+  return json(known.status, errorBody(known));
+}
+
+function json(status: number, body: object): Answer {
+  return { status, type: 'application/json; charset=utf-8', body: JSON.stringify(body) };
+}
