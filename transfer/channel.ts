@@ -756,7 +756,7 @@ export function openConnector(options: ChannelOptions): Connector {
 
   function ping(connection: Connection, answer: boolean): void {
     // Before it is up only HELLO counts: a PING answered more often than HELLO is due would put that off for ever.
-    connection.saidMs = now();
+    if (connection.isUp) connection.saidMs = now();
     const { peer, link } = connection;
     sendOn(connection, 'control', { type: 'PING', from: options.epoch, to: peer?.epoch ?? '', link, answer });
   }

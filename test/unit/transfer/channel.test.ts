@@ -12,7 +12,14 @@ import {
   type Connector,
   type Listener,
 } from '../../../transfer/channel.ts';
-import { makeEpoch, type Epoch, type Message } from '../../../transfer/messages.ts';
+import {
+  decodeMessage,
+  encodeMessage,
+  makeEpoch,
+  PROTOCOL_VERSION,
+  type Epoch,
+  type Message,
+} from '../../../transfer/messages.ts';
 
 const TIMEOUT = { timeout: 20_000 };
 
@@ -223,6 +230,57 @@ test('a peer that says nothing for a lease is lost, and starts anew with the sam
   assert.ok(again.type === 'up' && again.peer.epoch === D1);
 });
 
+test('a data HELLO that is lost is repeated, however often the listener pings meanwhile', TIMEOUT, async (t) => {
+  const atD = createInbox();
+  const control = new Router({ linger: 0 });
+  const data = new Router({ linger: 0 });
+  await control.bind('tcp://127.0.0.1:0');
+  await data.bind('tcp://127.0.0.1:0');
+  const connector = openConnector(optionsFor('d0', D1, atD));
+  let pings: NodeJS.Timeout | undefined;
+  t.after(async () => {
+    clearInterval(pings);
+    await connector.close();
+    control.close();
+    data.close();
+  });
+  connector.connect(control.lastEndpoint as string, false);
+  const welcome = encodeMessage({
+    type: 'WELCOME',
+    version: PROTOCOL_VERSION,
+    role: 'prefill',
+    name: 'p0',
+    epoch: P1,
+    link: 1,
+    dataAddress: `tcp://*:${(data.lastEndpoint as string).split(':').at(-1)}`,
+    fields: {},
+  });
+  const next = async (router: Router, type: Message['type']): Promise<Buffer> => {
+    for (;;) {
+      const [id, frame] = (await router.receive()) as [Buffer, Buffer];
+      const decoded = decodeMessage([frame]);
+      if (decoded.ok && decoded.message.type === type) return id;
+    }
+  };
+  const id = await next(control, 'HELLO');
+  await control.send([id, welcome]);
+  await next(data, 'HELLO'); // lost: nobody answers it
+  const outbox = createWriter(control, { maxQueuedMessages: 100, maxQueuedBytes: 1 << 20 });
+  const ping = encodeMessage({ type: 'PING', from: P1, to: D1, link: 1, answer: false });
+  pings = setInterval(() => void outbox.push('', [id, ping]), 10);
+  await next(control, 'PING'); // behind every HELLO from before the pings
+  for (let pingCount = 0; ; pingCount++) {
+    const [, frame] = (await control.receive()) as [Buffer, Buffer];
+    const decoded = decodeMessage([frame]);
+    if (decoded.ok && decoded.message.type === 'HELLO') break;
+    assert.ok(pingCount < 100, 'a hundred PINGs answered, 10 ms apart, and no HELLO');
+  }
+  outbox.push('', [id, welcome]);
+  const again = await next(data, 'HELLO');
+  await data.send([again, welcome]);
+  await atD.next(isUp);
+});
+
 test('junk frames are counted and the link lives on', TIMEOUT, async (t) => {
   const { listener, connector, atP } = await openPair(t);
   const junk = new Dealer({ routingId: 'junk', linger: 0 });
@@ -235,7 +293,6 @@ test('junk frames are counted and the link lives on', TIMEOUT, async (t) => {
   assert.ok(connector.send(P1, 'control', open));
   await atP.next(isMessage);
   // The last junk may still be on its way; its own socket is ordered, so a PING behind it tells.
-  const { encodeMessage } = await import('../../../transfer/messages.ts');
   await junk.send([encodeMessage({ type: 'PING', from: D1, to: P1, link: 1, answer: false })]);
   const [answer] = (await junk.receive()) as [Buffer];
   assert.ok(answer.length > 8);
