@@ -1,9 +1,8 @@
 import assert from 'node:assert/strict';
 import { spawnSync } from 'node:child_process';
-import { mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
-import { tmpdir } from 'node:os';
-import { join } from 'node:path';
+import { readFileSync } from 'node:fs';
 import { test } from 'node:test';
+import { fileURLToPath } from 'node:url';
 import { environmentNameOf, flagOf, flagsTable, OPTIONS } from '../../../server/config.ts';
 import { errorKinds } from '../../../server/errors.ts';
 import { metricsTable } from '../../../server/metrics.ts';
@@ -39,15 +38,30 @@ test('the flags, variables, metrics and error codes that the page speaks of exis
     assert.equal(errorKinds[code as 'queue_full']?.status, 503, code);
 });
 
-test('the alert rules are valid', (t) => {
-  const rules = /```yaml\n(groups:[^]*?)```/.exec(page)?.[1] ?? '';
+const rulesPath = fileURLToPath(new URL('../../../docs/alerts.yml', import.meta.url));
+const incidentsPath = fileURLToPath(new URL('../../data/alerts.test.yml', import.meta.url));
+const rules = readFileSync(rulesPath, 'utf8');
+
+test('the alert rules use metrics that exist, and the page explains each of them', () => {
   const alerts = [...rules.matchAll(/- alert: (\w+)/g)].map((match) => match[1]!);
   assert.ok(alerts.length > 0 && new Set(alerts).size === alerts.length);
+  for (const alert of alerts) assert.ok(page.includes(alert), `${alert} is not in docs/operations.md`);
   for (const [, name] of page.matchAll(/\b(Handoff[A-Z]\w+)/g)) assert.ok(alerts.includes(name!), name);
-  const folder = mkdtempSync(join(tmpdir(), 'handoff-rules-'));
-  t.after(() => rmSync(folder, { recursive: true }));
-  writeFileSync(join(folder, 'rules.yaml'), rules);
-  const check = spawnSync('promtool', ['check', 'rules', join(folder, 'rules.yaml')], { encoding: 'utf8' });
-  if (check.error !== undefined) t.diagnostic('promtool (Debian package prometheus) is not here: names checked only');
-  else assert.equal(check.status, 0, check.stdout + check.stderr);
+  const metrics = new Set([...metricsTable().matchAll(/^\| `(\w+)`/gm)].map((match) => match[1]!));
+  for (const text of [rules, readFileSync(incidentsPath, 'utf8')]) {
+    for (const [name] of text.matchAll(/\b(?:sglang|handoff)_[a-z0-9_]+/g)) {
+      assert.ok(metrics.has(name) || metrics.has(name.replace(/_(bucket|sum|count)$/, '')), name);
+    }
+  }
+});
+
+test('the alert rules are valid and catch each incident within a minute', (t) => {
+  for (const args of [
+    ['check', 'rules', rulesPath],
+    ['test', 'rules', incidentsPath],
+  ]) {
+    const check = spawnSync('promtool', args, { encoding: 'utf8' });
+    if (check.error === undefined) assert.equal(check.status, 0, check.stdout + check.stderr);
+    else t.diagnostic('promtool (Debian package prometheus) is not here: names checked only');
+  }
 });
