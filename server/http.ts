@@ -124,7 +124,7 @@ const maxJsonDepth = 64;
 /** Connections that fell idle after closing began are looked for this often. */
 const idleSweepMs = 100;
 
-/** After the deadline of `closeApp`, error events have this long to reach their clients. */
+/** When `closeApp` has ended what was left, error events have this long to reach their clients. */
 const closeGraceMs = 500;
 
 /** Retry-After is spread over up to twice its value, at most this, so that clients do not return in step. */
@@ -141,10 +141,14 @@ interface AppContext extends AppOptions {
   draining: boolean;
   /** Requests being answered. */
   exchanges: Set<Exchange>;
+  /** Set by closeApp: called when the last of them has ended. */
+  whenIdle: (() => void) | null;
 }
 
-/** A request being answered, as closeApp sees it. */
+/** A request being answered, as closeApp and operators see it. */
 interface Exchange {
+  /** The id in its answer, and the one its client gave it (`x-request-id`) or was given. */
+  readonly ids: readonly string[];
   /** End it now with this error, before or after its headers. */
   abort(error: ApiError): void;
 }
@@ -181,6 +185,7 @@ export function createApp(options: AppOptions): FastifyInstance {
     longestTokenBytes: longestTokenBytes(tokenizer),
     draining: false,
     exchanges: new Set(),
+    whenIdle: null,
   };
   contexts.set(app, context);
 
@@ -217,25 +222,40 @@ export function createApp(options: AppOptions): FastifyInstance {
 /**
  * Close the app: take nothing new, let running requests finish, and at `deadlineMs` end those that are
  * left with an error that says so. Resolves when every connection is closed.
+ *
+ * For as long as requests run it goes on listening, so that whoever asks for its readiness hears that it drains, and a
+ * request that was sent here too late is told to go elsewhere instead of being refused a connection.
  */
 export async function closeApp(app: FastifyInstance, deadlineMs: number): Promise<void> {
   const context = contexts.get(app);
-  if (context !== undefined) context.draining = true;
-  // Connections that fall idle after close() began would otherwise stay for their keep-alive time.
-  const sweep = setInterval(() => app.server.closeIdleConnections(), idleSweepMs);
-  const deadline = setTimeout(() => {
-    for (const exchange of context?.exchanges ?? []) {
+  if (context !== undefined) {
+    context.draining = true;
+    await untilIdle(context, deadlineMs);
+    for (const exchange of context.exchanges) {
       exchange.abort(new ApiError('server_draining', 'The server is shutting down.'));
     }
-  }, deadlineMs);
-  const cut = setTimeout(() => app.server.closeAllConnections(), deadlineMs + closeGraceMs);
+  }
+  // Connections that fall idle after close() began would otherwise stay for their keep-alive time.
+  const sweep = setInterval(() => app.server.closeIdleConnections(), idleSweepMs);
+  const cut = setTimeout(() => app.server.closeAllConnections(), closeGraceMs);
   try {
     await app.close();
   } finally {
     clearInterval(sweep);
-    clearTimeout(deadline);
     clearTimeout(cut);
   }
+}
+
+/** Resolves when no request is being answered any more, at `deadlineMs` at the latest. */
+function untilIdle(context: AppContext, deadlineMs: number): Promise<void> {
+  if (context.exchanges.size === 0) return Promise.resolve();
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, deadlineMs);
+    context.whenIdle = () => {
+      clearTimeout(timer);
+      resolve();
+    };
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -275,6 +295,24 @@ function addRoutes(app: FastifyInstance, context: AppContext): void {
     return context.debugPage(context.draining);
   });
 
+  app.post('/abort_request', async (request) => {
+    const { rid, abort_all: abortAll } = bodyOf(request);
+    if (abortAll === true) context.gate(request.raw);
+    else if (typeof rid !== 'string' || rid === '') {
+      throw new ApiError('invalid_value', 'Give the id of a request as rid, or abort_all: true.', { param: 'rid' });
+    }
+    return { success: true, aborted: abortRequests(context, abortAll === true ? null : (rid as string)) };
+  });
+  // There is no prefix cache yet, so nothing is ever kept of a request that is over.
+  app.post('/flush_cache', async (request) => {
+    context.gate(request.raw);
+    return {
+      success: true,
+      flushed_pages: 0,
+      message: 'This server keeps no prefix cache; there is nothing to flush.',
+    };
+  });
+
   // Alive as long as it answers; a process that cannot serve is not ready, and killing it would not help.
   app.get('/livez', async () => ({ status: 'ok' }));
   for (const path of ['/health', '/ping', '/readyz']) {
@@ -292,6 +330,13 @@ function addRoutes(app: FastifyInstance, context: AppContext): void {
       return context.metricsText();
     });
   }
+}
+
+/** End the requests with exactly this id, or all; returns how many there were. Both halves are told by the room. */
+function abortRequests(context: AppContext, id: string | null): number {
+  const found = [...context.exchanges].filter(({ ids }) => id === null || ids.includes(id));
+  for (const exchange of found) exchange.abort(new ApiError('request_aborted', 'The request was aborted.'));
+  return found.length;
 }
 
 /** The ids of texts, or of a conversation exactly as chat would prefill it. */
@@ -392,6 +437,7 @@ async function serveGeneration(
       isOver = true;
       context.exchanges.delete(exchange);
       finish();
+      if (context.exchanges.size === 0) context.whenIdle?.();
       const seconds = secondsSince(startMs);
       const { completionTokens } = generation.usage;
       const outcome = measuredOutcome[end];
@@ -486,9 +532,10 @@ async function serveGeneration(
     }
 
     const exchange: Exchange = {
+      ids: [head.id, request.id],
       abort(error) {
         if (isOver) return;
-        handle?.cancel('client_lost');
+        handle?.cancel('client_cancel');
         fail(error);
       },
     };

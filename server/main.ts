@@ -10,7 +10,7 @@ import { ConfigError, environmentNameOf, flagOf, resolveConfig } from './config.
 import type { AllConfig, RouterConfig, WorkerConfig } from './config.ts';
 import { createLogger } from './log.ts';
 import { SupervisorError, createSupervisor, createTerminal, describeCluster, serveRole } from './supervisor.ts';
-import type { RunningRole } from './supervisor.ts';
+import type { Closing, RunningRole } from './supervisor.ts';
 
 async function main(): Promise<void> {
   const config = resolveConfig(process.argv.slice(2), process.env);
@@ -84,18 +84,18 @@ async function runAll(config: AllConfig): Promise<void> {
   });
 
   let asked = false;
-  const stop = (): void => {
+  const stop = (how: Closing): void => {
     asked = true;
-    supervisor.close().then(() => process.exit(0), fail);
+    supervisor.close(how).then(() => process.exit(0), fail);
   };
   for (const signal of ['SIGINT', 'SIGTERM'] as const) {
     process.on(signal, () => {
-      if (!asked) return stop();
+      if (!asked) return stop(signal === 'SIGTERM' ? 'drain' : 'quick');
       supervisor.kill(); // the second signal: at once
       process.exit(1);
     });
   }
-  if (process.send !== undefined) process.on('disconnect', stop);
+  if (process.send !== undefined) process.on('disconnect', () => stop('quick'));
   for (const fault of ['uncaughtException', 'unhandledRejection'] as const) {
     process.on(fault, (error: unknown) => {
       supervisor.kill();

@@ -23,7 +23,7 @@ import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './peer-book.ts';
 import { createRooms } from './rooms.ts';
-import type { RunningRole } from './supervisor.ts';
+import { QUICK_GRACE_MS, type RunningRole } from './supervisor.ts';
 
 /** Deadlines and re-sends are judged this often. */
 const TICK_MS = 50;
@@ -36,11 +36,9 @@ const QUEUED_BYTES = 64 << 20;
 const MAX_PAYLOAD_BYTES = 0;
 /** The last cancel and `end_ack` get this long to leave at shutdown. */
 const LINGER_MS = 500;
-/** Requests get this long to finish at shutdown, then are ended with an error; `all` allows 4 s in total. */
-const DRAIN_MS = 2000;
 /** A worker gets this long to show its rooms. */
 const PAGE_LIMIT_MS = 2000;
-/** Then their halves get this long to end. */
+/** At shutdown the halves of requests that were ended get this long to end too. */
 const UNWIND_MS = 500;
 
 /** A configured worker: where it is, and what metrics call it. */
@@ -227,8 +225,8 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
 
   return {
     http: `http://${config.host}:${(app.server.address() as AddressInfo).port}`,
-    async close() {
-      await closeApp(app, DRAIN_MS);
+    async close(how) {
+      await closeApp(app, how === 'drain' ? config.deadlines.drainMs : QUICK_GRACE_MS);
       await rooms.drain(UNWIND_MS);
       await stop();
     },

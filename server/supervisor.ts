@@ -29,11 +29,26 @@ export interface Addresses {
   readonly transfer?: string | undefined;
 }
 
+/**
+ * How much time running requests get when a process ends: `drain` is `--drain-grace`, for SIGTERM and roll-outs; `quick`
+ * is 2 s, for a person at a terminal (Ctrl-C) and for orphans. An idle process ends at once in both.
+ */
+export type Closing = 'drain' | 'quick';
+
 /** What `runRouter` and `runWorker` resolve with once they serve. */
 export interface RunningRole extends Addresses {
-  /** Give back everything; in-flight requests end. Called once. */
-  close(): Promise<void>;
+  /** Take nothing new, let requests finish, end those that are left with an error, give back everything. Called once. */
+  close(how: Closing): Promise<void>;
 }
+
+/** What a parent tells its child over IPC: end, in this way. */
+export interface ParentMessage {
+  readonly type: 'close';
+  readonly how: Closing;
+}
+
+/** What `quick` leaves to running requests. */
+export const QUICK_GRACE_MS = 2000;
 
 /** A step of a long start, such as reading weights: `done` of `total`, in `unit`. */
 export interface Progress {
@@ -83,7 +98,7 @@ export interface Patience {
   readonly stableMs: number;
   /** Failures in a row before the first ready that end everything. */
   readonly startFailures: number;
-  /** From SIGTERM to SIGKILL when everything ends. */
+  /** From the request to end to SIGKILL; `--drain-grace` more for a drain. */
   readonly killMs: number;
 }
 
@@ -120,8 +135,8 @@ export interface Supervisor {
    */
   start(): Promise<void>;
   processes(): ProcessView[];
-  /** End all children: SIGTERM, then SIGKILL. Resolves when none is left. */
-  close(): Promise<void>;
+  /** End all children, by force those that take too long. Resolves when none is left. The first call counts. */
+  close(how: Closing): Promise<void>;
   /** End all children at once. */
   kill(): void;
 }
@@ -279,18 +294,19 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
       if (!closing) launch(router);
       await router.firstReady.promise;
     } catch (error) {
-      await close();
+      await close('quick');
       throw error;
     }
   }
 
-  function close(): Promise<void> {
+  function close(how: Closing): Promise<void> {
     closing = true;
-    ended ??= endAll();
+    ended ??= endAll(how);
     return ended;
   }
 
-  async function endAll(): Promise<void> {
+  async function endAll(how: Closing): Promise<void> {
+    const limitMs = patience.killMs + (how === 'drain' ? config.drainMs : 0);
     for (const child of children) {
       if (child.backoff !== null) clearTimeout(child.backoff);
       child.backoff = null;
@@ -301,8 +317,11 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
       if (running === null) return enter(child, 'ended');
       // `exit` and not `close`: something it started may hold its output open for longer.
       const gone = new Promise<void>((settle) => running.once('exit', () => settle()));
-      running.kill('SIGTERM');
-      const timer = setTimeout(() => running.kill('SIGKILL'), patience.killMs);
+      // One that is still starting has nothing to drain, and may not listen to messages yet.
+      const request: ParentMessage = { type: 'close', how };
+      if (child.state === 'ready' && running.connected) running.send(request, () => {});
+      else running.kill('SIGTERM');
+      const timer = setTimeout(() => running.kill('SIGKILL'), limitMs);
       await gone;
       clearTimeout(timer);
       onExit(child, 'stopped');
@@ -541,7 +560,7 @@ const LAST_WORDS_MS = 500;
  * Be one role for the rest of this process's life.
  *
  * Starts it, tells the parent, if there is one, where it listens, and then ends the process:
- * with 0 when SIGTERM, SIGINT or the loss of the parent's IPC channel closed it; with 1 when the start failed, on an
+ * with 0 when SIGTERM (which drains), SIGINT, its parent or the loss of it closed it; with 1 when the start failed, on an
  * unhandled error, or when the same signal comes twice. (Not on any second signal: Ctrl-C reaches parent and children
  * at once, and the parent's SIGTERM follows it.)
  */
@@ -557,12 +576,12 @@ export function serveRole(options: { start: () => Promise<RunningRole>; log: Log
     tell({ type: 'failed', message: reason }, () => process.exit(1));
     setTimeout(() => process.exit(1), LAST_WORDS_MS);
   };
-  const end = (cause: string): void => {
+  const end = (cause: string, how: Closing): void => {
     if (closing) return;
     closing = true;
-    log.info({ cause }, 'closing');
+    log.info({ cause, how }, 'closing');
     if (running === null) process.exit(0);
-    running.close().then(
+    running.close(how).then(
       () => process.exit(0),
       (error: unknown) => die('could not close', error),
     );
@@ -574,13 +593,14 @@ export function serveRole(options: { start: () => Promise<RunningRole>; log: Log
     process.on(signal, () => {
       if (seen.has(signal)) process.exit(1);
       seen.add(signal);
-      end(signal);
+      end(signal, signal === 'SIGTERM' ? 'drain' : 'quick');
     });
   }
   if (process.send !== undefined) {
+    process.on('message', (message: ParentMessage) => end('asked by parent', message.how));
     process.on('disconnect', () => {
       setTimeout(() => process.exit(1), ORPHAN_LIMIT_MS).unref();
-      end('parent lost');
+      end('parent lost', 'quick');
     });
   }
 

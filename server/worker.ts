@@ -66,7 +66,7 @@ import { createWorkerMetrics, type WorkerSights, type WorkerStats } from './metr
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './peer-book.ts';
 import { createRoomWatch } from './room-watch.ts';
-import { reportProgress, type RunningRole } from './supervisor.ts';
+import { QUICK_GRACE_MS, reportProgress, type RunningRole } from './supervisor.ts';
 import { listenHttp, servePages } from './worker-http.ts';
 
 /** Deadlines and re-sends are judged this often. */
@@ -97,9 +97,7 @@ const MAX_PAYLOAD_BYTES = 1 << 30;
 const LINGER_MS = 500;
 /** Lives of routers without a link that are remembered by name. */
 const MAX_LOST_ROUTERS = 1024;
-/** A worker that was asked to stop waits so long for its rooms to end. */
-const DRAIN_MS = 2000;
-/** Then they are cancelled and unwind, which takes a step or a read at most. */
+/** Rooms that outlast a drain are cancelled and unwind, which takes a step or a read at most. */
 const UNWIND_MS = 1000;
 
 type WorkerEvent = PrefillEvent | DecodeEvent;
@@ -339,6 +337,7 @@ async function serve(service: Service): Promise<RunningRole> {
       noteEvent(event);
       if (event.type === 'router_message' && event.message.type === 'submit') submittedMs.set(event.message.key, now());
       for (const effect of core.step(event)) perform(effect);
+      if (event.type === 'drain') reportLoad(); // routers are to choose others from now on
     }
     startStep();
     if (!stepping && whenIdle !== null && core.gauges().rooms === 0) whenIdle();
@@ -595,9 +594,9 @@ async function serve(service: Service): Promise<RunningRole> {
     http: httpUrl,
     control: control.address,
     transfer,
-    async close() {
+    async close(how) {
       post({ type: 'drain', nowMs: now() });
-      await idle(DRAIN_MS);
+      await idle(how === 'drain' ? config.deadlines.drainMs : QUICK_GRACE_MS);
       for (const key of core.keys()) {
         const router = parseKey(key)?.router;
         if (router === undefined) continue;

@@ -44,9 +44,9 @@ const samples = readFileSync(new URL('../data/nano-samples.jsonl', import.meta.u
 class Room implements RoomHandle {
   readonly request: RoomRequest;
   readonly #sink: Parameters<Rooms['start']>[1];
-  readonly cancelled: Promise<'client_lost' | 'stop_string'>;
-  #resolveCancelled!: (reason: 'client_lost' | 'stop_string') => void;
-  cancelReason: 'client_lost' | 'stop_string' | null = null;
+  readonly cancelled: Promise<'client_lost' | 'stop_string' | 'client_cancel'>;
+  #resolveCancelled!: (reason: 'client_lost' | 'stop_string' | 'client_cancel') => void;
+  cancelReason: 'client_lost' | 'stop_string' | 'client_cancel' | null = null;
   cancelCount = 0;
 
   constructor(request: RoomRequest, sink: Parameters<Rooms['start']>[1]) {
@@ -57,7 +57,7 @@ class Room implements RoomHandle {
     });
   }
 
-  cancel(reason: 'client_lost' | 'stop_string'): void {
+  cancel(reason: 'client_lost' | 'stop_string' | 'client_cancel'): void {
     this.cancelCount += 1;
     if (this.cancelReason !== null) return;
     this.cancelReason = reason;
@@ -906,7 +906,87 @@ test('metrics are told of first tokens, later ones and ends, once each', async (
   assert.deepEqual(observed.responded, [['/v1/completions', 200]]);
 });
 
+describe('aborting', () => {
+  const admin = { authorization: 'Bearer test-key' };
+
+  test('ends exactly the request with the id, whichever of its ids is given', async () => {
+    const byOwnId = post('/v1/completions', { prompt: 'a' }, { headers: { 'x-request-id': 'agent-1' } });
+    const first = await server.rooms.next();
+    const streaming = post(
+      '/v1/completions',
+      { prompt: 'a', stream: true },
+      { headers: { 'x-request-id': 'agent-11' } },
+    );
+    const second = await server.rooms.next();
+    second.text('b');
+    const stream = await streaming;
+
+    for (const rid of ['agent', 'agent-12', 'AGENT-1']) {
+      const none = await post('/abort_request', { rid });
+      assert.deepEqual([none.status, await none.json()], [200, { success: true, aborted: 0 }], rid);
+    }
+    assert.deepEqual(await (await post('/abort_request', { rid: 'agent-1' })).json(), { success: true, aborted: 1 });
+    assert.equal(await first.cancelled, 'client_cancel');
+    const error = await errorOf(await byOwnId);
+    assert.deepEqual([error.status, error.code], [499, 'request_aborted']);
+    assert.equal(second.cancelReason, null, 'an id that is a prefix of another one ends only itself');
+
+    assert.equal((await post('/abort_request', { rid: second.request.requestId })).status, 200);
+    assert.equal(await second.cancelled, 'client_cancel');
+    const events = eventsOf(await stream.text());
+    assert.equal((JSON.parse(events.at(-2)!) as ErrorBody).error.code, 'request_aborted');
+    assert.equal(events.at(-1), '[DONE]');
+  });
+
+  test('of everything is for operators', async () => {
+    const answers = [1, 2, 3].map(() => post('/v1/completions', { prompt: 'a' }));
+    const rooms = [await server.rooms.next(), await server.rooms.next(), await server.rooms.next()];
+    assert.equal((await post('/abort_request', { abort_all: true })).status, 401);
+    assert.ok(rooms.every(({ cancelReason }) => cancelReason === null));
+    const all = await post('/abort_request', { abort_all: true }, { headers: admin });
+    assert.deepEqual(await all.json(), { success: true, aborted: 3 });
+    for (const answer of answers) assert.equal((await answer).status, 499);
+  });
+
+  test('without a whole id is refused', async () => {
+    for (const body of [{}, { rid: '' }, { rid: 7 }, { abort_all: 'yes' }]) {
+      const { status, param } = await errorOf(await post('/abort_request', body));
+      assert.deepEqual([status, param], [400, 'rid'], JSON.stringify(body));
+    }
+  });
+});
+
+test('flushing a cache that does not exist succeeds, for operators', async () => {
+  assert.equal((await post('/flush_cache', {})).status, 401);
+  const flushed = await post('/flush_cache?timeout=1', {}, { headers: { authorization: 'Bearer test-key' } });
+  assert.equal(flushed.status, 200);
+  assert.equal(((await flushed.json()) as { flushed_pages: number }).flushed_pages, 0);
+});
+
+test('the rooms of all processes are shown to operators only', async () => {
+  const { status, code } = await errorOf(await fetch(`${server.url}/debug/rooms`));
+  assert.deepEqual([status, code], [401, 'invalid_api_key']);
+});
+
 describe('closing', () => {
+  test('takes readiness away at once and leaves liveness until the last answer', async () => {
+    const { app, rooms, url } = await listen();
+    const answer = post('/v1/chat/completions', plain, { base: url });
+    const room = await rooms.next();
+    for (const path of ['/livez', '/readyz', '/health']) assert.equal((await fetch(`${url}${path}`)).status, 200, path);
+    const closed = closeApp(app, 60_000);
+    assert.equal((await fetch(`${url}/livez`)).status, 200);
+    for (const path of ['/readyz', '/health']) {
+      assert.equal((await errorOf(await fetch(`${url}${path}`))).code, 'server_draining', path);
+    }
+    const late = await errorOf(await post('/v1/chat/completions', plain, { base: url }));
+    assert.deepEqual([late.status, late.code], [503, 'server_draining']);
+    room.finish('done');
+    assert.equal((await answer).status, 200);
+    await closed;
+    await assert.rejects(fetch(`${url}/livez`));
+  });
+
   test('lets running answers finish and does not wait for idle connections', async () => {
     const { app, rooms, url } = await listen();
     const answer = post('/v1/chat/completions', plain, { base: url });
@@ -932,8 +1012,8 @@ describe('closing', () => {
     assert.equal(events.at(-1), '[DONE]');
     assert.equal((await errorOf(await whole)).code, 'server_draining');
     await closed;
-    assert.equal(await first.cancelled, 'client_lost');
-    assert.equal(await second.cancelled, 'client_lost');
+    assert.equal(await first.cancelled, 'client_cancel');
+    assert.equal(await second.cancelled, 'client_cancel');
   });
 
   test('refuses new requests on open connections', async () => {

@@ -52,7 +52,7 @@ function supervise(
       for (const look of waiting) look();
     },
   });
-  t.after(() => supervisor.close());
+  t.after(() => supervisor.close('quick'));
   return {
     supervisor,
     events,
@@ -189,7 +189,7 @@ test('closing ends all processes, a stubborn one by force', async (t) => {
   const pids = supervisor.processes().map(({ pid }) => pid!);
 
   const startMs = performance.now();
-  await supervisor.close();
+  await supervisor.close('quick');
   const tookMs = performance.now() - startMs;
 
   assert.ok(tookMs >= 300, `the stubborn one had only ${tookMs} ms`);
@@ -201,7 +201,7 @@ test('closing during a start ends it, and no process is started afterwards', asy
   const { supervisor, events, until } = supervise(t, allConfig());
   const started = assert.rejects(supervisor.start(), /stopped before everything was ready/);
   await until((event) => event.name === 'prefill-0' && event.state === 'starting');
-  await supervisor.close();
+  await supervisor.close('quick');
   await started;
 
   assert.ok(!events.some(({ name, state }) => name === 'router' && state === 'starting'));
@@ -213,7 +213,7 @@ test('closing during a back-off cancels the restart', async (t) => {
   await supervisor.start();
   process.kill(named(supervisor.processes(), 'decode-0').pid!, 'SIGKILL');
   await until((event) => event.name === 'decode-0' && event.state === 'waiting');
-  await supervisor.close();
+  await supervisor.close('quick');
 
   assert.equal(events.filter(({ name, state }) => name === 'decode-0' && state === 'starting').length, 1);
 });
