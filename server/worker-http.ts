@@ -20,16 +20,22 @@ interface Answer {
   body: string;
 }
 
-/** Listen, answering nothing yet: a worker's name has its port in it. Rejects when the port is taken. */
+/** Listen, with 503 for an answer as yet: a worker's name has its port in it. Rejects when the port is taken. */
 export async function listenHttp(host: string, port: number): Promise<Server> {
-  const server = createServer();
+  const server = createServer((_, response) => {
+    // Without a listener the request would hang, and so would a probe that came a moment too early.
+    const starting = json(503, { status: 'starting' });
+    response.writeHead(starting.status, { 'content-type': starting.type });
+    response.end(starting.body);
+  });
   server.listen(port, host);
   await once(server, 'listening');
   return server;
 }
 
-/** Answer requests from now on. */
+/** Answer requests with these pages from now on. */
 export function servePages(server: Server, pages: WorkerPages): void {
+  server.removeAllListeners('request');
   server.on('request', (request: IncomingMessage, response: ServerResponse) => {
     answer(request, pages)
       .catch((error: unknown) => refusal(error))
