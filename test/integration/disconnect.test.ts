@@ -6,7 +6,7 @@
  */
 import assert from 'node:assert/strict';
 import { after, before, test } from 'node:test';
-import { readMetrics, sumOf, untilMetrics, type Sample } from '../support/cluster.ts';
+import { sumOf, untilMetrics, type Sample } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
 import { held } from '../support/quiet.ts';
 import { startSplitCluster, type SplitCluster } from '../support/split-cluster.ts';
@@ -19,7 +19,9 @@ const RUNNING_LIMIT = 4;
 let cluster: SplitCluster;
 
 before(async () => {
-  cluster = await startSplitCluster(['--max-running-requests', String(RUNNING_LIMIT)]);
+  cluster = await startSplitCluster(['--max-running-requests', String(RUNNING_LIMIT)], {
+    env: { NODE_OPTIONS: `--expose-gc --import ${new URL('../support/collect-garbage.mjs', import.meta.url).href}` },
+  });
 });
 after(async () => {
   await cluster?.stop();
@@ -37,14 +39,7 @@ function queue(samples: readonly Sample[], role: 'prefill' | 'decode', name: str
   return sumOf(samples, 'handoff_queue_requests', { engine_type: role, queue: name });
 }
 
-/** The series of every process from its own page: the router's copy leaves out a worker that takes over 50 ms. */
-async function everyProcess(): Promise<readonly Sample[]> {
-  const pages = await Promise.all(
-    [cluster.url, cluster.prefills[0]!.url, cluster.decodes[0]!.url].map((url) => readMetrics(url)),
-  );
-  const [router, ...workers] = pages as [Sample[], ...Sample[][]];
-  return [...router.filter((sample) => sample.labels.engine_type === 'router'), ...workers.flat()];
-}
+const everyProcess = (): Promise<readonly Sample[]> => cluster.samples();
 
 async function untilStage(role: 'prefill' | 'decode', name: string, count: number): Promise<void> {
   await untilMetrics(
@@ -160,6 +155,11 @@ test(`seed ${SEED}: 200 rounds of cut streams leave pages, rooms and descriptors
     const samples = await everyProcess();
     return processes.map((role) => sumOf(samples, name, { engine_type: role }));
   };
+  // The page is read after the signal has been handled: both are turns of the same loop, the signal's comes first.
+  const readCollected = (): Promise<number[]> => {
+    for (const seat of [cluster.router, ...cluster.prefills, ...cluster.decodes]) seat.process.child.kill('SIGUSR2');
+    return read('process_resident_memory_bytes');
+  };
   let fds: number[] = [];
   let residentBytes: number[] = [];
   for (let round = 1; round <= 200; round++) {
@@ -169,14 +169,14 @@ test(`seed ${SEED}: 200 rounds of cut streams leave pages, rooms and descriptors
     await untilQuiet(2000);
     if (round === 20) {
       fds = await read('process_open_fds');
-      residentBytes = await read('process_resident_memory_bytes');
+      residentBytes = await readCollected();
     }
   }
   // Sockets to clients close a moment after their requests; the count must come back, not merely stay bounded.
   await untilMetrics(everyProcess, 5000, (samples) =>
     processes.every((role, index) => sumOf(samples, 'process_open_fds', { engine_type: role }) <= fds[index]!),
   );
-  const grown = (await read('process_resident_memory_bytes')).map((bytes, index) => bytes / residentBytes[index]!);
+  const grown = (await readCollected()).map((bytes, index) => bytes / residentBytes[index]!);
   for (const [index, ratio] of grown.entries()) {
     assert.ok(ratio <= 1.05, `${processes[index]} grew by ${((ratio - 1) * 100).toFixed(1)} % from round 20 to 200`);
   }
