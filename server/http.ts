@@ -14,7 +14,7 @@ import { randomBytes, randomInt, randomUUID } from 'node:crypto';
 import type { IncomingMessage } from 'node:http';
 import type { Socket } from 'node:net';
 import { performance } from 'node:perf_hooks';
-import { fastify } from 'fastify';
+import { fastify, LogController } from 'fastify';
 import type { FastifyBaseLogger, FastifyInstance, FastifyReply, FastifyRequest } from 'fastify';
 import { createChatParser } from '../model/chat-parser.ts';
 import { CHAT_TOKENS, ChatError, renderChat } from '../model/chat.ts';
@@ -160,7 +160,7 @@ export function createApp(options: AppOptions): FastifyInstance {
   const { limits, log, observe, tokenizer } = options;
   const app: FastifyInstance = fastify({
     loggerInstance: log,
-    disableRequestLogging: true,
+    logController: new LogController({ disableRequestLogging: true }),
     bodyLimit: limits.maxBodyBytes,
     requestTimeout: limits.requestTimeoutMs,
     // While closing, our own 503 is sent: it has the error shape that clients read.

@@ -112,6 +112,8 @@ const DEFAULT_PATIENCE: Patience = {
 
 /** Lines of a child kept to explain its death. */
 const TAIL_LINES = 20;
+/** What Dawn says of every adapter it opens; it means nothing to anyone who runs this. */
+const DAWN_NOISE = /^Warning: max\w+PerPipelineLayout artificially reduced/;
 const LOOPBACK = '127.0.0.1';
 
 export interface SupervisorOptions {
@@ -219,6 +221,7 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
     child.process = running;
     for (const stream of [running.stdout!, running.stderr!]) {
       eachLine(stream, (line) => {
+        if (DAWN_NOISE.test(line)) return;
         child.tail = [...child.tail.slice(1 - TAIL_LINES), line];
         terminal.line(line.startsWith('{') ? line : `${child.name} | ${line}`);
       });

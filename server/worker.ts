@@ -170,7 +170,7 @@ function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: s
     choosePageCount: (sizes) => choosePageCount(limits, sizes),
     slotCount: limits.maxRunningRequests,
     onProgress: ({ stage, done, total }) =>
-      reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'pipelines' }),
+      reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'steps' }),
   });
 }
 
