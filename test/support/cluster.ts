@@ -105,9 +105,9 @@ export interface Sample {
   readonly value: number;
 }
 
-/** All samples of a /metrics page. */
-export async function readMetrics(url: string): Promise<Sample[]> {
-  const response = await fetch(`${url}/metrics`);
+/** All samples of a /metrics page. Rejects when there is none before `signal`. */
+export async function readMetrics(url: string, signal: AbortSignal | null = null): Promise<Sample[]> {
+  const response = await fetch(`${url}/metrics`, { signal });
   if (!response.ok) throw new Error(`/metrics answered ${response.status}`);
   const samples: Sample[] = [];
   for (const line of (await response.text()).split('\n')) {

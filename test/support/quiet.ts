@@ -8,6 +8,7 @@ const HELD: readonly { name: string; except?: { label: string; value: string } }
   { name: 'handoff_kv_pages', except: { label: 'state', value: 'free' } },
   { name: 'handoff_state_slots', except: { label: 'state', value: 'free' } },
   { name: 'handoff_transfer_in_flight_bytes' },
+  { name: 'handoff_host_bytes' },
 ];
 
 /** Every gauge that is not zero, as text; empty when nothing is held. Throws when a gauge or a role is missing. */
@@ -40,9 +41,9 @@ export function unsettled(samples: readonly Sample[]): string[] {
 }
 
 /** Wait until nothing is held, nothing is unacknowledged and no ledger was violated, on every process. Returns ms. */
-export function untilQuiet(url: string, withinMs: number): Promise<number> {
+export function untilQuiet(source: string | (() => Promise<readonly Sample[]>), withinMs: number): Promise<number> {
   return untilMetrics(
-    url,
+    source,
     withinMs,
     (samples) => unsettled(samples).length === 0,
     (samples) => unsettled(samples).join('\n'),

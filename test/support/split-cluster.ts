@@ -1,6 +1,6 @@
 /** A cluster whose processes are started one by one, can be killed and started again, with a proxy on every link. */
 import { once } from 'node:events';
-import { startHandoff, type Handoff } from './cluster.ts';
+import { readMetrics, startHandoff, type Handoff, type Sample } from './cluster.ts';
 import { freePort, startProxy, type Proxy } from './proxy.ts';
 
 /** One process: its ports stay when it is started again. */
@@ -40,6 +40,8 @@ export interface SplitCluster {
   /** Of the first prefill worker. */
   readonly control: Proxy;
   readonly data: Proxy;
+  /** The series of every process from its own page. One that is down or does not answer within a second has none. */
+  samples(): Promise<Sample[]>;
   stop(): Promise<void>;
 }
 
@@ -117,7 +119,13 @@ export async function startSplitCluster(
     await untilAnswering(router.url, seats);
     const models = (await (await fetch(`${router.url}/v1/models`)).json()) as { data: { id: string }[] };
     const { control, data } = prefills[0]!;
-    return { url: router.url, model: models.data[0]!.id, router, prefills, decodes, control, data, stop };
+    const samples = async (): Promise<Sample[]> => {
+      const pages = await Promise.all(seats.map(readOwnPage));
+      // The router's page repeats what its workers have, but leaves out one that takes over 50 ms.
+      const own = pages.map((page, index) => (seats[index] === router ? page.filter(isOfRouter) : page));
+      return own.flat();
+    };
+    return { url: router.url, model: models.data[0]!.id, router, prefills, decodes, control, data, samples, stop };
   } catch (error) {
     await stop();
     throw error;
@@ -145,6 +153,15 @@ function createSeat(url: string, command: readonly string[], env: Readonly<Recor
     },
   };
   return seat;
+}
+
+/** A stopped process accepts the connection and says nothing. */
+function readOwnPage({ url }: Seat): Promise<Sample[]> {
+  return readMetrics(url, AbortSignal.timeout(1000)).catch(() => []);
+}
+
+function isOfRouter({ labels }: Sample): boolean {
+  return labels.engine_type === 'router';
 }
 
 /** The router may listen long before its workers have loaded. */
