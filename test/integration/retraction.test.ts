@@ -53,13 +53,13 @@ test(`seed ${SEED}: D-05: clients that leave while some are retracted free the h
   assert.equal(sumOf(idle, 'sglang_num_retracted_requests_total'), 0, 'one stream alone has pages enough');
   const streams = requests.map((request) => openCompletion(roomy.url, roomy.model, request));
   await untilMetrics(
-    roomy.samples,
+    () => roomy.samples(),
     60_000,
     (samples) => sumOf(samples, 'sglang_num_retracted_reqs') >= 2 && sumOf(samples, 'handoff_host_bytes') > 0,
     (samples) => `${sumOf(samples, 'sglang_num_retracted_reqs')} retracted`,
   );
   for (const stream of streams) stream.cut();
-  await untilQuiet(roomy.samples, QUIET_MS);
+  await untilQuiet(() => roomy.samples(), QUIET_MS);
 });
 
 test(`seed ${SEED}: D-03: ${STREAMS} streams on ${PAGES} pages give the texts they give alone, and no prompt is computed twice`, async () => {
@@ -77,7 +77,7 @@ test(`seed ${SEED}: D-03: ${STREAMS} streams on ${PAGES} pages give the texts th
   const promptTokens = requests.reduce((sum, { prompt }) => sum + prompt.length, 0);
   assert.equal(prefilled(after, 'prefill') - prefilled(before, 'prefill'), promptTokens);
   assert.equal(prefilled(after, 'decode'), 0);
-  await untilQuiet(roomy.samples, QUIET_MS);
+  await untilQuiet(() => roomy.samples(), QUIET_MS);
 });
 
 test(`seed ${SEED}: without host memory the newest end with an error that says so, and the others are right`, async () => {
@@ -94,5 +94,5 @@ test(`seed ${SEED}: without host memory the newest end with an error that says s
   }
   assert.ok(failedCount > 0 && failedCount < STREAMS, `${failedCount} failed`);
   assert.equal(sumOf(await cramped.samples(), 'sglang_num_retracted_requests_total'), 0);
-  await untilQuiet(cramped.samples, QUIET_MS);
+  await untilQuiet(() => cramped.samples(), QUIET_MS);
 });
