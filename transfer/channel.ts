@@ -304,13 +304,17 @@ function routingIdOf({ name, epoch }: Instance, link: number): string {
   return `${name.slice(0, 200)} ${epoch} ${link}`;
 }
 
-/** Deliver every message of a socket until it is closed. */
-async function receiveAll(socket: Router | Dealer, deliver: (frames: Uint8Array[]) => void): Promise<void> {
+/** Deliver every message of a socket until it is closed. `isClosing`: its owner has begun to. */
+async function receiveAll(
+  socket: Router | Dealer,
+  deliver: (frames: Uint8Array[]) => void,
+  isClosing: () => boolean,
+): Promise<void> {
   try {
     for await (const frames of socket) deliver(frames);
   } catch (error) {
-    // Closing a socket under its reader ends the loop, or rejects it, depending on the moment.
-    if (!socket.closed) throw error;
+    // Closing or unbinding a socket under its reader ends the loop, or rejects it, depending on the moment.
+    if (!socket.closed && !isClosing()) throw error;
   }
 }
 
@@ -542,8 +546,9 @@ export async function openListener(
       else if (nowMs - link.saidMs >= options.heartbeatMs) ping(link, false);
     }
   });
-  const loops = [receiveAll(control, (frames) => onFrames('control', frames))];
-  if (data !== null) loops.push(receiveAll(data, (frames) => onFrames('data', frames)));
+  const isClosing = (): boolean => isClosed;
+  const loops = [receiveAll(control, (frames) => onFrames('control', frames), isClosing)];
+  if (data !== null) loops.push(receiveAll(data, (frames) => onFrames('data', frames), isClosing));
 
   return {
     address: boundAddress,
@@ -627,7 +632,13 @@ export function openConnector(options: ChannelOptions): Connector {
     // sides then send again what is unanswered.
     control.events.on('handshake', () => hello(connection, 'control'));
     control.connect(address);
-    connection.loops.push(receiveAll(control, (frames) => onFrames(connection, 'control', frames)));
+    connection.loops.push(
+      receiveAll(
+        control,
+        (frames) => onFrames(connection, 'control', frames),
+        () => isClosed,
+      ),
+    );
   }
 
   /** Close the sockets first: nothing of this link is delivered after `lost`. */
@@ -711,7 +722,13 @@ export function openConnector(options: ChannelOptions): Connector {
     connection.data = data;
     connection.dataWriter = createWriter(data, options);
     data.connect(dataAddress.replace('://*:', `://${host}:`));
-    connection.loops.push(receiveAll(data, (frames) => onFrames(connection, 'data', frames)));
+    connection.loops.push(
+      receiveAll(
+        data,
+        (frames) => onFrames(connection, 'data', frames),
+        () => isClosed,
+      ),
+    );
     hello(connection, 'data');
   }
 
