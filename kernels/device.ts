@@ -5,7 +5,6 @@
  * `Device` holds it and a module-level set holds the `Device` until `close()`.
  */
 import { create, globals } from 'webgpu';
-import type { Tensor } from './tensor.ts';
 
 /** An open device and what its users share: the pipeline cache and the memory count. */
 export interface Device {
@@ -21,7 +20,7 @@ export interface Device {
   /** Compiled pipelines and their bind groups; owned by kernel.ts. */
   readonly pipelines: Map<string, unknown>;
   /** Small immutable uniform buffers by content; owned by kernel.ts. */
-  readonly uniforms: Map<string, Tensor>;
+  readonly uniforms: Map<string, unknown>;
   /** Destroy the device. Call when no GPU work is in flight; the process may exit afterwards. */
   close(): void;
 }

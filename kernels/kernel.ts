@@ -239,7 +239,7 @@ function uniformFor(device: Device, kernel: Kernel, params: Readonly<Record<stri
       throw new Error(`kernel ${kernel.name}: no parameter called ${name}`);
   }
   const key = Buffer.from(bytes.buffer).toString('base64');
-  const known = device.uniforms.get(key);
+  const known = device.uniforms.get(key) as Tensor | undefined;
   if (known) return known;
   const uniform = allocateTensor(device, {
     shape: [bytes.byteLength / 4],

@@ -2,9 +2,8 @@
  * Work that shows what an adapter can do at best: copies, and multiplications and additions in registers.
  * scripts/bench-kernels.ts times it and compares the kernels with it.
  */
-import type { Device } from '../kernels/device.ts';
 import { loadKernel } from '../kernels/kernel.ts';
-import type { Material, Work } from './kernel-cases.ts';
+import { bindableBytes, type Material, type Work } from './kernel-cases.ts';
 
 const kernel = loadKernel(new URL('./adapter-rates.wgsl', import.meta.url));
 
@@ -80,10 +79,4 @@ function prepareMultiplyAdd(material: Material, vectors: number): Work {
       });
     },
   };
-}
-
-/** The largest buffer that a kernel can see whole, in bytes. */
-export function bindableBytes(device: Device): number {
-  // 256: everything that is allocated by this number should divide evenly.
-  return Math.floor(Math.min(device.limits.maxBufferSize, device.limits.maxStorageBufferBindingSize) / 256) * 256;
 }

@@ -29,7 +29,6 @@ import { appendWindow } from '../kernels/window.ts';
 import { loadModelConfig, type ModelConfig } from '../model/config.ts';
 import { makeStep, type TestChunk, type TestStep } from '../test/support/gpu.ts';
 import { createPrng } from '../test/support/prng.ts';
-import { bindableBytes } from './adapter-rates.ts';
 
 /** The sizes that kernels depend on. */
 export interface Geometry extends Pick<
@@ -827,3 +826,9 @@ export const kernelCases: readonly KernelCase[] = [
   sampleCase('greedy', { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 1 }),
   sampleCase('top-k and top-p', { temperature: 1, topK: 40, topP: 0.9, minP: 0, seed: 1 }),
 ];
+
+/** The largest buffer that a kernel can see whole, in bytes. */
+export function bindableBytes(device: Device): number {
+  // 256: everything that is allocated by this number should divide evenly.
+  return Math.floor(Math.min(device.limits.maxBufferSize, device.limits.maxStorageBufferBindingSize) / 256) * 256;
+}
