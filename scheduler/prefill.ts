@@ -535,6 +535,12 @@ function onStepDone(
 function onTick(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
   const pauseMs = ownPauseMs(state.desk, nowMs);
   for (const [key, room] of state.live) {
+    const { request } = room;
+    if (request !== null) request.deadlineMs += pauseMs;
+    if (nowMs >= (request?.deadlineMs ?? Infinity)) {
+      stopRoom(state, key, room, { reason: 'deadline', tellPeer: true }, nowMs, effects);
+      continue;
+    }
     room.sender.roomDeadlineMs += pauseMs;
     if (room.sender.stallDeadlineMs !== null) room.sender.stallDeadlineMs += pauseMs;
     runSender(state, key, room, { type: 'tick', nowMs }, effects);

@@ -33,7 +33,7 @@ export interface WorkerLimits {
   leaseMs: number;
   /** Without a sign of progress from the transfer: 15 s. */
   stallMs: number;
-  /** From creation to `ready` (D) or `end` (P), time queued at the peer excluded: 60 s. */
+  /** From creation to `ready` (D) or `end` (P), time queued here or at the peer excluded: 60 s. */
   roomMs: number;
   /** First re-send of an unanswered message, doubling up to `resendMaxMs`: 100 ms and 2 s. */
   resendMinMs: number;

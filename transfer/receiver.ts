@@ -57,6 +57,7 @@ export interface Receiver {
   /** Of OPEN, RESERVED or CREDIT: whichever is unanswered. */
   resend: Resend | null;
   stopReason: Reason | null;
+  /** Time in a queue, here or at the peer, excluded. */
   roomDeadlineMs: number;
   /** Runs from the first unit on. */
   stallDeadlineMs: number | null;
@@ -352,6 +353,8 @@ function onTick(receiver: Receiver, nowMs: number, limits: ReceiverLimits): Rece
   }
   if (receiver.phase !== 'queued' || nowMs < receiver.statusDueMs) return [];
   receiver.statusDueMs = nowMs + limits.statusMs;
+  // Time in our own queue is not counted either: it says how busy we are, not that something is wrong.
+  receiver.roomDeadlineMs = nowMs + limits.roomMs;
   const { self, peer, key } = receiver;
   return [{ type: 'send', message: { type: 'QUEUED', from: self, to: peer.epoch, key, state: 'waiting' } }];
 }

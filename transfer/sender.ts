@@ -65,6 +65,7 @@ export interface Sender {
   /** Set from the first END on. */
   endResend: Resend | null;
   stopReason: Reason | null;
+  /** Time in a queue, here or at the peer, excluded. */
   roomDeadlineMs: number;
   /** Runs only while there is something we could send. */
   stallDeadlineMs: number | null;
@@ -324,6 +325,7 @@ function onReserved(
 function becomeWaiting(sender: Sender, nowMs: number, limits: SenderLimits): SenderEffect[] {
   if (!sender.submitted || sender.manifest === null) return [];
   sender.phase = 'waiting';
+  sender.roomDeadlineMs = nowMs + limits.roomMs;
   sender.statusDueMs = nowMs + limits.statusMs;
   return [{ type: 'waiting' }];
 }
@@ -406,6 +408,7 @@ function onTick(sender: Sender, nowMs: number, limits: SenderLimits): SenderEffe
   if (sender.phase === 'bootstrapping' || sender.firstToken !== null) return [];
   if (nowMs < sender.statusDueMs) return [];
   sender.statusDueMs = nowMs + limits.statusMs;
+  if (sender.phase === 'waiting') sender.roomDeadlineMs = nowMs + limits.roomMs; // as time in the peer's queue
   return [{ type: 'send', socket: 'control', message: queued(sender, status(sender)) }];
 }
 

@@ -327,6 +327,15 @@ test('a long pause of our own is forgiven once; the same time in small steps is 
   assert.equal(statsPrefill(ticking).rooms, 0);
 });
 
+test('the client’s budget ends a room that waits, though its room clock would not', () => {
+  const state = create();
+  fromRouter(state, submitOf(0, 100, { budgetMs: 5000 }));
+  for (let nowMs = 500; nowMs < 5000; nowMs += 500) step(state, { type: 'tick', nowMs });
+  assert.equal(statsPrefill(state).rooms, 1);
+  const effects = step(state, { type: 'tick', nowMs: 5000 });
+  assert.deepEqual(effects, ['ABORT:deadline', 'end:deadline']);
+});
+
 test('ABORT to a peer that has no link is given up after a lease', () => {
   const state = createPrefill(PREFILL_LIMITS, P);
   fromRouter(state, submitOf(0, 100));

@@ -336,6 +336,17 @@ test('the stall clock starts with the first unit and is renewed by units and by 
   assert.deepEqual(shorten(effects), ['stopped:deadline+ABORT']);
 });
 
+test('time in a queue, here or at the peer, is not counted against the room, time after it is', () => {
+  const receiver = reach('queued');
+  for (let nowMs = 2000; nowMs <= 200_000; nowMs += 2000) stepReceiver(receiver, { type: 'tick', nowMs }, LIMITS);
+  assert.equal(receiver.phase, 'queued');
+  stepReceiver(receiver, EVENTS['reserved'] as ReceiverEvent, LIMITS);
+  const waiting: PeerMessage = { type: 'QUEUED', ...TO_D, state: 'waiting' };
+  stepReceiver(receiver, { type: 'message', message: waiting, payload: NONE, nowMs: 250_000 }, LIMITS);
+  assert.notEqual(stepReceiver(receiver, { type: 'tick', nowMs: 309_999 }, LIMITS)[0]?.type, 'stopped');
+  assert.equal(stepReceiver(receiver, { type: 'tick', nowMs: 310_000 }, LIMITS)[0]?.type, 'stopped');
+});
+
 test('the base credit holds any one unit, and no more than the room has', () => {
   assert.equal(baseCreditBytes(MANIFEST), 12);
   assert.equal(baseCreditBytes({ pageCount: 3, pageBytes: 50, slotBytes: 12 }), 50);

@@ -383,3 +383,13 @@ test('time in the peer’s queue is not counted against the room', () => {
   assert.deepEqual(stepSender(sender, { type: 'tick', nowMs: 109_999 }, LIMITS), []);
   assert.equal(stepSender(sender, { type: 'tick', nowMs: 110_000 }, LIMITS)[0]?.type, 'stopped');
 });
+
+test('time in the own queue is not counted against the room, time computing is', () => {
+  const sender = reach('waiting');
+  for (let nowMs = 2000; nowMs <= 200_000; nowMs += 2000) stepSender(sender, { type: 'tick', nowMs }, LIMITS);
+  assert.equal(sender.phase, 'waiting');
+  stepSender(sender, { type: 'admitted', nowMs: 200_000 }, LIMITS);
+  for (let nowMs = 202_000; nowMs < 260_000; nowMs += 2000) stepSender(sender, { type: 'tick', nowMs }, LIMITS);
+  assert.equal(sender.phase, 'transferring');
+  assert.equal(stepSender(sender, { type: 'tick', nowMs: 260_000 }, LIMITS)[0]?.type, 'stopped');
+});
