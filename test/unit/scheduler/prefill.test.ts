@@ -332,7 +332,7 @@ test('the client’s budget ends a room that waits, though its room clock would 
   fromRouter(state, submitOf(0, 100, { budgetMs: 5000 }));
   for (let nowMs = 500; nowMs < 5000; nowMs += 500) step(state, { type: 'tick', nowMs });
   assert.equal(statsPrefill(state).rooms, 1);
-  const effects = step(state, { type: 'tick', nowMs: 5000 });
+  const effects = step(state, { type: 'tick', nowMs: 5001 }); // it was submitted at 1
   assert.deepEqual(effects, ['ABORT:deadline', 'end:deadline']);
 });
 
