@@ -230,6 +230,34 @@ test('nothing new is reserved while a sequence is retracted, and the oldest come
   assert.deepEqual(cancel(state, 1), ['end:client_lost', 'restore:2', 'RESERVED']);
 });
 
+test('a page that is free is for who was retracted, also while it is not enough', () => {
+  const state = createRetracted();
+  fromRouter(state, submitOf(2, 10));
+  assert.deepEqual(fromPeer(state, 2, waiting), []);
+  assert.equal(statsDecode(state).pagesFree, 1);
+});
+
+test('nobody comes back as long as that would leave no page for the others to grow', () => {
+  const state = create({ pageCount: 4, headroomTokens: 1 });
+  for (const sequence of [0, 1, 2]) makeReady(state, sequence, PROMPT, LONG);
+  assert.deepEqual(stepOnce(state).slice(1), ['save:2']);
+  moved(state, 'saved', 2);
+  assert.deepEqual(cancel(state, 1), ['end:client_lost'], 'two pages are free, and room 0 may need one of them');
+  assert.deepEqual(cancel(state, 0), ['end:client_lost', 'restore:2']);
+});
+
+test('a row of the step under way is not retracted before the step is over', () => {
+  const state = create({ pageCount: 4, headroomTokens: 1, strictLedger: false });
+  for (const [sequence, count] of [100, PROMPT, 100, 100].entries()) makeReady(state, sequence, count, LONG);
+  assert.deepEqual(stepOnce(state).slice(1), ['save:2']);
+  assert.equal(nextDecodeBatch(state)?.rows.length, 2, 'room 1 waits for the page of room 3');
+  const page = state.live.get(keyOf(3))?.lease?.pages[0] as number;
+  state.pools.pages.owners[page] = QUARANTINED; // and that page will never come
+  assert.deepEqual(moved(state, 'saved', 3), ['violation', 'forget', 'end:internal']);
+  assert.deepEqual(stepDone(state, 60), ['token2:60 token2:60', 'save:2']);
+  assert.equal(phaseOf(state, 2), 'saving');
+});
+
 test('with host memory full the newest ends with that reason, and nobody else does', () => {
   const state = create({ ...TIGHT, hostBytes: COPY_BYTES - 1 });
   makeReady(state, 0, PROMPT, LONG);
