@@ -1,13 +1,16 @@
 /**
  * Build what the npm package carries: `dist/` with the compiled sources, the .wgsl files and the embedded model.
  *
- * The package then needs neither tsx nor a TypeScript compiler. Files keep their relative places, so that
+ * `dist/build.json` says which commit it was built from and what it consists of, so that `handoff doctor` can tell a clean
+ * build. The package then needs neither tsx nor a TypeScript compiler. Files keep their relative places, so that
  * `new URL('./x.wgsl', import.meta.url)` finds the same thing in both worlds.
  */
 import { spawnSync } from 'node:child_process';
-import { cpSync, existsSync, readFileSync, rmSync } from 'node:fs';
+import { cpSync, existsSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { fileURLToPath } from 'node:url';
+import { askGit, CODE_PATHS, digestCode, type BuildStamp } from '../server/build-info.ts';
+import { digestModel } from '../server/model-digest.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));
 const dist = join(root, 'dist');
@@ -26,6 +29,15 @@ cpSync(join(root, 'kernels'), join(dist, 'kernels'), {
   filter: (path) => !path.endsWith('.ts'),
 });
 cpSync(join(root, 'model/nano'), join(dist, 'model/nano'), { recursive: true });
+
+const git = await askGit(root, [...CODE_PATHS, 'model/nano']);
+const stamp: BuildStamp = {
+  commit: git?.commit ?? null,
+  clean: git !== null && !git.changed,
+  codeDigest: digestCode(dist),
+  modelDigest: await digestModel(join(dist, 'model/nano')),
+};
+writeFileSync(join(dist, 'build.json'), `${JSON.stringify(stamp, null, 2)}\n`);
 
 // npm makes the entry executable; the shell must also find node.
 if (!existsSync(entry) || !readFileSync(entry, 'utf8').startsWith('#!/usr/bin/env node\n')) {

@@ -39,6 +39,8 @@ export interface BuildStamp {
 
 /** Folders that make up the server; `model/nano` is data and digested apart. */
 const CODE_FOLDERS = ['kernels', 'model', 'scheduler', 'server', 'transfer'];
+/** What decides which code runs: a build of a commit with changes in these is not that commit's. */
+export const CODE_PATHS = [...CODE_FOLDERS, 'package.json', 'package-lock.json'];
 const CODE_FILE = /\.(ts|js|wgsl)$/;
 const DIGEST_HEX_DIGITS = 16;
 /** git answers in milliseconds; a broken one must not hold up a start. */
@@ -96,10 +98,7 @@ export async function readBuildInfo(modelDir: string, modelDigest: string): Prom
       checkpoint: isEmbedded ? checkpoint : 'external',
     };
   }
-  const [code, checkpoint] = await Promise.all([
-    askGit(codeRoot, [...CODE_FOLDERS, 'package.json', 'package-lock.json']),
-    askGit(codeRoot, ['model/nano']),
-  ]);
+  const [code, checkpoint] = await Promise.all([askGit(codeRoot, CODE_PATHS), askGit(codeRoot, ['model/nano'])]);
   return {
     version: versionOf(codeRoot),
     commit: code?.commit ?? null,

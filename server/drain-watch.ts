@@ -34,17 +34,25 @@ const HELD = [
 const PROGRESS = ['sglang_realtime_tokens_total', 'handoff_transfer_bytes_total'];
 const SAMPLE_LIMIT_MS = 5000;
 
-/** Watch until everything is given back or the time is over; resolves with the exit code: 1 for a leak, else 0. */
+/**
+ * Watch until everything is given back or the time is over; resolves with the exit code: 1 for a leak, or when the
+ * router never answered, else 0.
+ */
 export async function runDrainWatch({ url, intervalMs, durationMs }: DrainWatchConfig): Promise<number> {
   const samples: DrainSample[] = [];
   const startMs = performance.now();
   for (;;) {
-    const sample = await takeSample(url);
-    samples.push(sample);
-    const seconds = ((sample.atMs - startMs) / 1000).toFixed(1);
-    process.stdout.write(`${seconds.padStart(7)} s  ${describeHeld(sample)}\n`);
-    if (isEmpty(sample) || sample.atMs - startMs >= durationMs) break;
+    const sample = await takeSample(url).catch(() => null); // a router that restarts may be back for the next one
+    const elapsedMs = performance.now() - startMs;
+    const what = sample === null ? `${url}/metrics does not answer` : describeHeld(sample);
+    process.stdout.write(`${(elapsedMs / 1000).toFixed(1).padStart(7)} s  ${what}\n`);
+    if (sample !== null) samples.push(sample);
+    if ((sample !== null && isEmpty(sample)) || elapsedMs >= durationMs) break;
     await pause(intervalMs);
+  }
+  if (samples.length === 0) {
+    process.stdout.write('no answer: nothing can be said\n');
+    return 1;
   }
   const verdict = judgeDrain(samples);
   const last = samples.at(-1)!;

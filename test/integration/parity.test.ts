@@ -84,6 +84,7 @@ for (const setup of [
     name: 'chunks of 128 tokens and two workers of each role',
     args: ['--prefill', '2', '--decode', '2', '--prefill-chunk-tokens', '128'],
   },
+  { name: 'pages of 256 tokens', args: ['--page-tokens', '256', '--prefill-chunk-tokens', '512'] },
 ]) {
   test(`seed ${SEED}: ${setup.name}`, async (t) => {
     const cluster = await startCluster(setup.args);

@@ -197,6 +197,21 @@ test('closing ends all processes, a stubborn one by force', async (t) => {
   assert.ok(supervisor.processes().every(({ state }) => state === 'ended'));
 });
 
+test('a drain leaves the children its grace, a quick end does not', async (t) => {
+  const tookMs = async (how: 'drain' | 'quick', drainMs: number): Promise<number> => {
+    const config = { ...allConfig(), drainMs };
+    const { supervisor } = supervise(t, config, { faults: { FAKE_DECODE: 'stubborn' }, patience: { killMs: 300 } });
+    await supervisor.start();
+    const startMs = performance.now();
+    await supervisor.close(how);
+    return performance.now() - startMs;
+  };
+  const drainedMs = await tookMs('drain', 400);
+  assert.ok(drainedMs >= 700, `the stubborn one had only ${drainedMs} ms`);
+  const endedMs = await tookMs('quick', 60_000);
+  assert.ok(endedMs < 30_000, `a quick end took ${endedMs} ms`);
+});
+
 test('closing during a start ends it, and no process is started afterwards', async (t) => {
   const { supervisor, events, until } = supervise(t, allConfig());
   const started = assert.rejects(supervisor.start(), /stopped before everything was ready/);
