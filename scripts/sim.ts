@@ -16,7 +16,7 @@ const TAIL_LINES = 60;
 /** Seeds from which on everything rare must have been seen. */
 const COVERED_SEEDS = 5000;
 /** Seeds that one process runs before it takes more. */
-const BATCH_SEEDS = 100;
+const BATCH_SEEDS = 500;
 
 const { values } = parseArgs({
   options: {

@@ -86,15 +86,18 @@ export function auditGauges(worker: Scheduler): void {
   always(pages === held, 'I9', () => `${pages} pages in gauges, ${held} held`);
 }
 
-/** What a worker still holds or owes. Of peers and routers that are not in `core` it may remember that they are silent. */
+/**
+ * What a worker still holds or owes. It may owe something to peers outside of `workers`, and remember rooms of routers
+ * outside of `routers` if that is given: they are silent for good.
+ */
 export function residueOf(
   worker: Scheduler,
-  core: { workers: ReadonlySet<Epoch>; strangers: ReadonlySet<Epoch> },
+  core: { workers: ReadonlySet<Epoch>; routers: ReadonlySet<Epoch> | null },
 ): string[] {
   const found: string[] = [];
   const { live, pools, desk } = worker.state;
   const { unwinds, endings, tombstones } = desk.closing;
-  const isStrange = (key: RoomKey): boolean => core.strangers.has(parseKey(key)?.router ?? '');
+  const isStrange = (key: RoomKey): boolean => core.routers !== null && !core.routers.has(parseKey(key)?.router ?? '');
   for (const key of live.keys()) found.push(`room ${key}`);
   for (const pool of [pools.pages, pools.slots]) {
     const held = pool.total - pool.free.length;
