@@ -45,7 +45,9 @@ async function examine({ url, adminKey }: DoctorConfig): Promise<Diagnosis> {
     const signal = AbortSignal.timeout(PAGE_LIMIT_MS);
     const response = await fetch(`${url}/debug/rooms`, { headers: adminHeaders(adminKey), signal });
     if (!response.ok) return unreachable(url, `/debug/rooms answered ${response.status}: ${await response.text()}`);
-    return diagnose(url, (await response.json()) as RouterPage);
+    const page = (await response.json()) as RouterPage | WorkerPage;
+    if (page.role !== 'router') return unreachable(url, `this is ${page.name}; give the URL of a router`);
+    return diagnose(url, page);
   } catch (error) {
     return unreachable(url, (error as Error).name === 'TimeoutError' ? 'no answer' : 'it cannot be reached');
   }

@@ -105,8 +105,8 @@ type WorkerEvent = PrefillEvent | DecodeEvent;
 /** What the loop needs of a role. */
 interface Core {
   step(event: WorkerEvent): WorkerEffect[];
-  /** Start the next step, if there is one: its size, and the tokens it will have sampled. */
-  next(): { rows: number; run: () => Promise<SampledToken[]> } | null;
+  /** Start the next step, if there is one: its size, rooms computed for the first time, the tokens it will have sampled. */
+  next(): { rows: number; first: readonly RoomKey[]; run: () => Promise<SampledToken[]> } | null;
   /** Rooms that are not over. */
   keys(): RoomKey[];
   /** Every room, and every terminal message without an acknowledgement, for operators. */
@@ -335,7 +335,6 @@ async function serve(service: Service): Promise<RunningRole> {
     // What the effects of this turn append (a write that is done at once) waits for the next.
     for (const event of inbox.splice(0)) {
       noteEvent(event);
-      if (event.type === 'router_message' && event.message.type === 'submit') submittedMs.set(event.message.key, now());
       for (const effect of core.step(event)) perform(effect);
       if (event.type === 'drain') reportLoad(); // routers are to choose others from now on
     }
@@ -350,6 +349,7 @@ async function serve(service: Service): Promise<RunningRole> {
       case 'peer_message': {
         const { message } = event;
         if ('key' in message) watch.note(message.key, message.type, nowMs);
+        if (message.type === 'submit' && !submittedMs.has(message.key)) submittedMs.set(message.key, nowMs);
         break;
       }
       case 'written':
@@ -363,10 +363,17 @@ async function serve(service: Service): Promise<RunningRole> {
         reaped.atMs = nowMs;
         book.look(nowMs);
         watch.look(core.rooms(), nowMs);
+        forgetStrays();
         break;
       default:
         break; // of no one room
     }
+  }
+
+  /** A submit that was dropped, say of a dead router, never gets an end. */
+  function forgetStrays(): void {
+    const live = new Set(core.keys());
+    for (const key of submittedMs.keys()) if (!live.has(key)) submittedMs.delete(key);
   }
 
   /** Recount the ledgers. A fault is logged when it is new; it stays in the gauge for as long as it is there. */
@@ -429,6 +436,7 @@ async function serve(service: Service): Promise<RunningRole> {
     if (batch === null) return;
     stepping = true;
     const startMs = now();
+    for (const key of batch.first) metrics.queued((startMs - (submittedMs.get(key) ?? startMs)) / 1000);
     batch.run().then((tokens) => {
       stepping = false;
       metrics.stepped({ seconds: (now() - startMs) / 1000, rows: batch.rows });
@@ -656,6 +664,7 @@ function prefillCore(service: Service, self: Instance): Core {
       const sampling = batch.chunks.filter((chunk) => chunk.last);
       return {
         rows: batch.chunks.length,
+        first: batch.chunks.flatMap(({ key, start }) => (start === 0 ? [key] : [])),
         async run() {
           const tokens = await engine.prefill(batch);
           return sampling.map((chunk, index) => ({ key: chunk.key, token: tokens[index]! }));
@@ -722,6 +731,7 @@ function decodeCore(service: Service, self: Instance): Core {
       if (batch === null) return null;
       return {
         rows: batch.rows.length,
+        first: [],
         async run() {
           const tokens = await engine.decode(batch);
           return batch.rows.map((row, index) => ({ key: row.key, token: tokens[index]! }));

@@ -29,6 +29,7 @@ test('a running cluster', async (t) => {
         );
       }
       assert.equal(sumOf(samples, 'sglang_realtime_tokens_total', { mode: 'prefill_compute' }), 3);
+      assert.equal(sumOf(samples, 'sglang_queue_time_seconds_count'), 1);
     });
 
     await t.test('a request makes every decode worker report where it stands', async () => {
