@@ -122,7 +122,7 @@ export function drawPlan(seed: number, random: () => number): Plan {
     hostBytes: buggify() ? 0 : between(1, 8) * longest * pageBytes,
   };
   const maybe = (rate: number): number => (mode !== 'harmless' && chance(0.3) ? rate * (0.2 + random()) : 0);
-  const latencyMs = buggify() ? 200 : 10;
+  const latencyMs = !buggify() ? 10 : mode !== 'harmless' && chance(0.3) ? 3000 : 200;
   return {
     seed,
     mode,
