@@ -12,31 +12,8 @@ import { randomBytes } from 'node:crypto';
 import type { AddressInfo } from 'node:net';
 import { hostname } from 'node:os';
 import type { Logger } from 'pino';
-import {
-  auditDecode,
-  createDecode,
-  nextDecodeBatch,
-  statsDecode,
-  stepDecode,
-  type DecodeEvent,
-} from '../scheduler/decode.ts';
-import {
-  auditPrefill,
-  createPrefill,
-  nextPrefillBatch,
-  statsPrefill,
-  stepPrefill,
-  type PrefillEvent,
-} from '../scheduler/prefill.ts';
-import type { DropCounts, SampledToken, UnitPlace, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
-import {
-  creditByPeer,
-  viewDecode,
-  viewPrefill,
-  viewUnacked,
-  type RoomView,
-  type UnackedView,
-} from '../scheduler/views.ts';
+import type { WorkerEffect } from '../scheduler/types.ts';
+import { creditByPeer } from '../scheduler/views.ts';
 import {
   openConnector,
   openListener,
@@ -44,11 +21,9 @@ import {
   type ChannelOptions,
   type Listener,
 } from '../transfer/channel.ts';
-import { crc32c } from '../transfer/checksum.ts';
 import {
   makeEpoch,
   parseKey,
-  type ChunkMessage,
   type Epoch,
   type Instance,
   type PeerMessage,
@@ -62,11 +37,13 @@ import { choosePageCount, modelName, type WorkerConfig, type WorkerRole } from '
 import { unackedEntries, workerRooms, type WorkerPage } from './debug-page.ts';
 import { openEngine, type Engine } from './engine.ts';
 import { createLogger } from './log.ts';
-import { createWorkerMetrics, type WorkerSights, type WorkerStats } from './metrics.ts';
+import { createWorkerMetrics, type WorkerSights } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './peer-book.ts';
 import { createRoomWatch } from './room-watch.ts';
 import { QUICK_GRACE_MS, reportProgress, type RunningRole } from './supervisor.ts';
+import { createUnitDepot } from './unit-depot.ts';
+import { decodeCore, prefillCore, workerStats, type Core, type WorkerEvent } from './worker-core.ts';
 import { listenHttp, servePages } from './worker-http.ts';
 
 /** Deadlines and re-sends are judged this often. */
@@ -75,19 +52,6 @@ const TICK_MS = 50;
 const LOAD_MS = 250;
 /** The ledgers are recounted from scratch this often. */
 const AUDIT_MS = 1000;
-/** First re-send of an unanswered message, doubling up to the second. */
-const RESEND_MIN_MS = 100;
-const RESEND_MAX_MS = 2000;
-/** How often a half that makes its peer wait says so. */
-const STATUS_MS = 2000;
-/** Payload of one CHUNK; larger frames gain nothing on loopback. */
-const CHUNK_BYTES = 1 << 20;
-/** Bytes read back and not yet handed to the channel. */
-const STAGING_BYTES = 64 << 20;
-/** What one prefill worker may have under way to a decode worker. */
-const PEER_BUFFER_BYTES = 64 << 20;
-/** What one room may have under way. */
-const ROOM_WINDOW_BYTES = 8 << 20;
 /** Bounds of the send queue of one peer; the bytes are above every credit, so they bind only when a peer is sick. */
 const QUEUED_MESSAGES = 1 << 16;
 const QUEUED_BYTES = 256 << 20;
@@ -99,44 +63,6 @@ const LINGER_MS = 500;
 const MAX_LOST_ROUTERS = 1024;
 /** Rooms that outlast a drain are cancelled and unwind, which takes a step or a read at most. */
 const UNWIND_MS = 1000;
-
-type WorkerEvent = PrefillEvent | DecodeEvent;
-
-/** What the loop needs of a role. */
-interface Core {
-  step(event: WorkerEvent): WorkerEffect[];
-  /** Start the next step, if there is one: its size, rooms computed for the first time, the tokens it will have sampled. */
-  next(): { rows: number; first: readonly RoomKey[]; run: () => Promise<SampledToken[]> } | null;
-  /** Rooms that are not over. */
-  keys(): RoomKey[];
-  /** Every room, and every terminal message without an acknowledgement, for operators. */
-  rooms(): RoomView[];
-  unacked(): UnackedView[];
-  /** Recount everything from scratch. Empty when all is well. */
-  audit(): string[];
-  /** Gauges of the state; totals that only the loop knows are added by it. */
-  gauges(): CoreGauges;
-}
-
-interface CoreGauges {
-  readonly queues: WorkerStats['queues'];
-  readonly pages: WorkerStats['pages'];
-  readonly slots: WorkerStats['slots'];
-  readonly inFlightBytes: number;
-  readonly hostBytes: number;
-  readonly retractionsTotal: number;
-  readonly headroomTokens: number;
-  readonly generatedTokensTotal: number;
-  readonly unacknowledged: WorkerStats['unacknowledged'];
-  readonly tombstones: number;
-  readonly ledgerViolationsTotal: number;
-  readonly drops: DropCounts;
-  readonly rooms: number;
-  readonly running: number;
-  readonly queuedTokens: number;
-  readonly pagesFree: number;
-  readonly draining: boolean;
-}
 
 /**
  * Be a worker: load the model, listen, serve until `close`.
@@ -289,10 +215,8 @@ async function serve(service: Service): Promise<RunningRole> {
   );
 
   // ---- the pure state
-  const core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
-  const staged = new Map<string, Uint8Array>();
-  /** Units of retracted sequences: pages in order, then the slot. */
-  const copies = new Map<RoomKey, readonly Uint8Array[]>();
+  const core: Core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
+  const units = createUnitDepot(engine);
   const submittedMs = new Map<RoomKey, number>();
   const moving = new Set<RoomKey>();
   const totals = { sentBytes: 0, receivedBytes: 0, bootstrapFailures: 0, transferFailures: 0 };
@@ -451,7 +375,7 @@ async function serve(service: Service): Promise<RunningRole> {
         break;
       case 'send': {
         const { peer, socket, message } = effect;
-        const payload = message.type === 'CHUNK' ? takeStaged(message) : undefined;
+        const payload = message.type === 'CHUNK' ? units.take(message) : undefined;
         if (payload !== undefined) {
           totals.sentBytes += payload.byteLength;
           moving.add(message.key);
@@ -459,16 +383,19 @@ async function serve(service: Service): Promise<RunningRole> {
         peers.send(peer.epoch, socket, message, payload);
         break;
       }
-      case 'read':
-        read(effect.key, effect.firstUnit, effect.places);
+      case 'read': {
+        const { key, firstUnit, places } = effect;
+        units
+          .stage(key, firstUnit, places)
+          .then((checksums) => post({ type: 'read_done', key, firstUnit, checksums, nowMs: now() }), die);
         break;
+      }
       case 'discard':
-        for (let unit = 0; unit < effect.unitCount; unit++)
-          staged.delete(stagedName(effect.key, effect.firstUnit + unit));
+        units.discard(effect.key, effect.firstUnit, effect.unitCount);
         break;
       case 'write': {
         const { key, unit, place, payload } = effect;
-        writePlace(place, payload);
+        units.write(place, payload);
         totals.receivedBytes += payload.byteLength;
         moving.add(key);
         post({ type: 'written', key, unit, nowMs: now() });
@@ -476,22 +403,15 @@ async function serve(service: Service): Promise<RunningRole> {
       }
       case 'save': {
         const { key, places } = effect;
-        readPlaces(places).then((units) => {
-          copies.set(key, units);
-          post({ type: 'saved', key, nowMs: now() });
-        }, die);
+        units.save(key, places).then(() => post({ type: 'saved', key, nowMs: now() }), die);
         break;
       }
-      case 'restore': {
-        const { key, places } = effect;
-        const units = copies.get(key);
-        if (units?.length !== places.length) throw new Error(`${key} has no copy of ${places.length} units`);
-        for (const [index, place] of places.entries()) writePlace(place, units[index]!);
-        post({ type: 'restored', key, nowMs: now() });
+      case 'restore':
+        units.restore(effect.key, effect.places);
+        post({ type: 'restored', key: effect.key, nowMs: now() });
         break;
-      }
       case 'forget':
-        copies.delete(effect.key);
+        units.forget(effect.key);
         break;
       case 'report': {
         const { router, message } = effect;
@@ -508,41 +428,6 @@ async function serve(service: Service): Promise<RunningRole> {
       default:
         effect satisfies never;
     }
-  }
-
-  function read(key: RoomKey, firstUnit: number, places: readonly UnitPlace[]): void {
-    readPlaces(places).then((units) => {
-      const checksums = units.map((bytes, index) => {
-        staged.set(stagedName(key, firstUnit + index), bytes);
-        return crc32c(bytes);
-      });
-      post({ type: 'read_done', key, firstUnit, checksums, nowMs: now() });
-    }, die);
-  }
-
-  /** Pages come first, then the slot. */
-  function readPlaces(places: readonly UnitPlace[]): Promise<Uint8Array[]> {
-    const pages = places.flatMap((place) => (place.kind === 'page' ? [place.page] : []));
-    const slot = places.find((place) => place.kind === 'slot')?.slot ?? null;
-    return engine.readUnits(pages, slot);
-  }
-
-  /** The queue has its own copy when this returns, ordered before every later step. */
-  function writePlace(place: UnitPlace, bytes: Uint8Array): void {
-    if (place.kind === 'page') engine.writePage(place.page, bytes);
-    else engine.writeSlot(place.slot, bytes);
-  }
-
-  /** The bytes of a chunk's units, which leave the staging with it. */
-  function takeStaged(message: ChunkMessage): Uint8Array {
-    const units = message.generations.map((_, index) => {
-      const unit = stagedName(message.key, message.firstUnit + index);
-      const bytes = staged.get(unit);
-      if (bytes === undefined) throw new Error(`unit ${unit} was sent without having been read`);
-      staged.delete(unit);
-      return bytes;
-    });
-    return units.length === 1 ? units[0]! : Buffer.concat(units);
   }
 
   function noteEnd(key: RoomKey, end: { outcome: { ok: boolean; reason?: string }; tokenCount: number }): void {
@@ -620,220 +505,6 @@ async function serve(service: Service): Promise<RunningRole> {
       engine.close();
     },
   };
-}
-
-// ---- roles
-
-function workerLimits({ config, engine, modelDigest }: Service): WorkerLimits {
-  const { limits, deadlines } = config;
-  return {
-    pageTokens: engine.config.pageTokens,
-    pageBytes: engine.pageBytes,
-    slotBytes: engine.slotBytes,
-    pageCount: engine.pageCount,
-    slotCount: engine.slotCount,
-    maxRooms: limits.maxRunningRequests + limits.maxQueuedRequests,
-    maxSequenceTokens: engine.contextTokens,
-    strictLedger: false,
-    modelDigest,
-    leaseMs: deadlines.leaseMs,
-    stallMs: deadlines.stallMs,
-    roomMs: deadlines.roomMs,
-    resendMinMs: RESEND_MIN_MS,
-    resendMaxMs: RESEND_MAX_MS,
-    statusMs: Math.min(STATUS_MS, deadlines.stallMs / 4),
-  };
-}
-
-function prefillCore(service: Service, self: Instance): Core {
-  const { engine } = service;
-  const state = createPrefill(
-    {
-      ...workerLimits(service),
-      prefillChunkTokens: service.config.limits.prefillChunkTokens,
-      maxChunkBytes: CHUNK_BYTES,
-      stagingBytes: STAGING_BYTES,
-    },
-    self,
-  );
-  return {
-    step: (event) => stepPrefill(state, event as PrefillEvent),
-    next() {
-      const batch = nextPrefillBatch(state);
-      if (batch === null) return null;
-      const sampling = batch.chunks.filter((chunk) => chunk.last);
-      return {
-        rows: batch.chunks.length,
-        first: batch.chunks.flatMap(({ key, start }) => (start === 0 ? [key] : [])),
-        async run() {
-          const tokens = await engine.prefill(batch);
-          return sampling.map((chunk, index) => ({ key: chunk.key, token: tokens[index]! }));
-        },
-      };
-    },
-    keys: () => [...state.live.keys()],
-    rooms: () => viewPrefill(state),
-    unacked: () => viewUnacked(state.desk),
-    audit: () => auditPrefill(state),
-    gauges() {
-      const stats = statsPrefill(state);
-      const { bootstrapping, waiting, computing, inflight, unwinding } = stats;
-      return {
-        ...commonGauges(stats),
-        queues: {
-          prealloc: bootstrapping,
-          transfer: 0,
-          waiting,
-          running: computing,
-          retracted: 0,
-          inflight,
-          unwinding,
-        },
-        pages: {
-          free: stats.pagesFree,
-          cached: 0,
-          running: 0,
-          prealloc: 0,
-          inflight: stats.pagesHeld,
-          quarantined: stats.pagesQuarantined,
-        },
-        inFlightBytes: stats.stagingBytes,
-        hostBytes: 0,
-        retractionsTotal: 0,
-        headroomTokens: 0,
-        // The first token of every prompt is sampled here, and counted where it is delivered.
-        generatedTokensTotal: 0,
-        running: computing,
-        queuedTokens: stats.queuedTokens,
-      };
-    },
-  };
-}
-
-function decodeCore(service: Service, self: Instance): Core {
-  const { engine } = service;
-  const largestUnit = Math.max(engine.pageBytes, engine.slotBytes);
-  const state = createDecode(
-    {
-      ...workerLimits(service),
-      maxRunning: service.config.limits.maxRunningRequests,
-      peerBufferBytes: Math.max(PEER_BUFFER_BYTES, 4 * largestUnit),
-      roomWindowBytes: Math.max(ROOM_WINDOW_BYTES, largestUnit),
-      headroomTokens: service.config.limits.headroomTokens,
-      hostBytes: service.config.limits.hostBytes,
-    },
-    self,
-  );
-  return {
-    step: (event) => stepDecode(state, event as DecodeEvent),
-    next() {
-      const batch = nextDecodeBatch(state);
-      if (batch === null) return null;
-      return {
-        rows: batch.rows.length,
-        first: [],
-        async run() {
-          const tokens = await engine.decode(batch);
-          return batch.rows.map((row, index) => ({ key: row.key, token: tokens[index]! }));
-        },
-      };
-    },
-    keys: () => [...state.live.keys()],
-    rooms: () => viewDecode(state),
-    unacked: () => viewUnacked(state.desk),
-    audit: () => auditDecode(state),
-    gauges() {
-      const stats = statsDecode(state);
-      const { prealloc, transfer, waiting, running, unwinding } = stats;
-      return {
-        ...commonGauges(stats),
-        queues: {
-          prealloc,
-          transfer,
-          waiting,
-          running,
-          retracted: stats.saving + stats.retracted + stats.restoring,
-          inflight: 0,
-          unwinding,
-        },
-        pages: {
-          free: stats.pagesFree,
-          cached: 0,
-          running: stats.pagesRunning,
-          prealloc: stats.pagesPrealloc,
-          inflight: 0,
-          quarantined: stats.pagesQuarantined,
-        },
-        inFlightBytes: stats.creditBytes,
-        hostBytes: stats.hostBytes,
-        retractionsTotal: stats.retractions,
-        headroomTokens: stats.headroomTokens,
-        generatedTokensTotal: stats.generatedTokens,
-        running,
-        queuedTokens: 0,
-      };
-    },
-  };
-}
-
-function commonGauges(
-  stats: ReturnType<typeof statsPrefill> | ReturnType<typeof statsDecode>,
-): Pick<
-  CoreGauges,
-  'slots' | 'unacknowledged' | 'tombstones' | 'ledgerViolationsTotal' | 'drops' | 'rooms' | 'pagesFree' | 'draining'
-> {
-  return {
-    slots: { free: stats.slotsFree, used: stats.slotsHeld },
-    unacknowledged: { peer: stats.unackedToPeers, router: stats.unackedToRouters },
-    tombstones: stats.tombstones,
-    ledgerViolationsTotal: stats.violations,
-    drops: stats.drops,
-    rooms: stats.rooms,
-    pagesFree: stats.pagesFree,
-    draining: stats.draining,
-  };
-}
-
-function workerStats(
-  gauges: CoreGauges,
-  engine: Engine,
-  totals: { sentBytes: number; receivedBytes: number; bootstrapFailures: number; transferFailures: number },
-): WorkerStats {
-  const { drops } = gauges;
-  return {
-    queues: gauges.queues,
-    pages: gauges.pages,
-    slots: gauges.slots,
-    sentBytesTotal: totals.sentBytes,
-    receivedBytesTotal: totals.receivedBytes,
-    inFlightBytes: gauges.inFlightBytes,
-    hostBytes: gauges.hostBytes,
-    retractionsTotal: gauges.retractionsTotal,
-    headroomTokens: gauges.headroomTokens,
-    prefilledTokensTotal: engine.prefilledTokens(),
-    cachedTokensTotal: 0,
-    generatedTokensTotal: gauges.generatedTokensTotal,
-    bootstrapFailuresTotal: totals.bootstrapFailures,
-    transferFailuresTotal: totals.transferFailures,
-    checksumFailuresTotal: drops.badChecksum,
-    droppedMessagesTotal: {
-      late: drops.late,
-      duplicate: drops.duplicate,
-      unknown: drops.unknown,
-      stale_epoch: drops.staleEpoch,
-      protocol: drops.protocol,
-      ignored: drops.ignored,
-    },
-    unacknowledged: gauges.unacknowledged,
-    tombstones: gauges.tombstones,
-    ledgerViolationsTotal: gauges.ledgerViolationsTotal,
-  };
-}
-
-// ---- small parts
-
-function stagedName(key: RoomKey, unit: number): string {
-  return `${key}#${unit}`;
 }
 
 function transferAddresses(config: WorkerConfig): { address: string; dataAddress: string } {
