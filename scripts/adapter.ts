@@ -4,7 +4,7 @@
  * With `--env` it prints `NAME=value` lines for `env` or a shell instead, the rest goes to stderr.
  */
 import { parseArgs } from 'node:util';
-import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter.ts';
+import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
 
 const { values } = parseArgs({ options: { adapter: { type: 'string' }, env: { type: 'boolean', default: false } } });
 try {

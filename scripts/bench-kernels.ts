@@ -13,7 +13,7 @@ import { execFileSync } from 'node:child_process';
 import { parseArgs } from 'node:util';
 import { DeviceError, openDevice, type Device } from '../kernels/device.ts';
 import { Recorder } from '../kernels/kernel.ts';
-import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter.ts';
+import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
 import { rateCases } from './adapter-rates.ts';
 import { createMaterial, geometries, kernelCases, type Material, type Work } from './kernel-cases.ts';
 

@@ -9,7 +9,7 @@ import { spawnSync } from 'node:child_process';
 import { cpSync, existsSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { fileURLToPath } from 'node:url';
-import { askGit, CODE_PATHS, digestCode, type BuildStamp } from '../server/build-info.ts';
+import { askGit, CODE_PATHS, digestCode, type BuildStamp } from '../server/operators/build-info.ts';
 import { digestModel } from '../server/model-digest.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));

@@ -14,7 +14,7 @@ import { run } from 'node:test';
 import { spec as SpecReporter } from 'node:test/reporters';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
-import { describeAdapter, setUpAdapter } from '../server/adapter.ts';
+import { describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));
 

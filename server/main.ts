@@ -5,7 +5,7 @@
  * Exit codes: 0 asked to end, 1 failed, 2 wrong command line. Roles and tools are imported only when they run, so that
  * `handoff router` never loads WebGPU and `--help` loads nothing.
  */
-import { AdapterError, describeAdapter, setUpAdapter } from './adapter.ts';
+import { AdapterError, describeAdapter, setUpAdapter } from './adapter/adapter.ts';
 import { ConfigError, environmentNameOf, flagOf, resolveConfig } from './config.ts';
 import type { AllConfig, RouterConfig, WorkerConfig } from './config.ts';
 import { createLogger } from './log.ts';
@@ -31,10 +31,10 @@ async function main(): Promise<void> {
     case 'generate':
       return (await import('./tools.ts')).runGenerate(config);
     case 'doctor':
-      process.exitCode = await (await import('./doctor.ts')).runDoctor(config);
+      process.exitCode = await (await import('./operators/doctor.ts')).runDoctor(config);
       return;
     case 'drain-watch':
-      process.exitCode = await (await import('./drain-watch.ts')).runDrainWatch(config);
+      process.exitCode = await (await import('./operators/drain-watch.ts')).runDrainWatch(config);
       return;
     default:
       config satisfies never;

@@ -15,9 +15,9 @@ import { Agent, get } from 'node:http';
 import { Counter, Gauge, Histogram, Registry, exponentialBuckets } from 'prom-client';
 import { REASONS } from '../transfer/messages.ts';
 import type { Reason } from '../transfer/messages.ts';
-import type { BuildInfo } from './build-info.ts';
-import type { PeerView } from './peer-book.ts';
-import type { OldestStay } from './room-watch.ts';
+import type { BuildInfo } from './operators/build-info.ts';
+import type { PeerView } from './operators/peer-book.ts';
+import type { OldestStay } from './operators/room-watch.ts';
 
 export type MetricsRole = 'router' | 'prefill' | 'decode';
 

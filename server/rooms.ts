@@ -20,9 +20,9 @@ import {
 import { createRoom, stepRoom, type Half, type Room, type RoomEffect, type RoomEvent } from '../transfer/room.ts';
 import { choosePair, type WorkerView } from './balancer.ts';
 import { ApiError, errorOfReason } from './errors.ts';
-import { historyEntry, type HalfEntry, type RouterRoomEntry } from './debug-page.ts';
+import { historyEntry, type HalfEntry, type RouterRoomEntry } from './operators/debug-page.ts';
 import type { AbortPhase } from './metrics.ts';
-import { createRoomWatch, type OldestStay, type Sighting } from './room-watch.ts';
+import { createRoomWatch, type OldestStay, type Sighting } from './operators/room-watch.ts';
 
 /** What the HTTP side asks for. */
 export interface RoomRequest {

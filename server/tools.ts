@@ -21,7 +21,7 @@ import {
   type ForwardSequence,
   type Model,
 } from '../model/transformer.ts';
-import { describeAdapter, setUpAdapter } from './adapter.ts';
+import { describeAdapter, setUpAdapter } from './adapter/adapter.ts';
 import { ConfigError, type GenerateConfig, type LogitsConfig } from './config.ts';
 
 // Tokens computed at once when nothing is asked for. Results do not depend on it, memory does.

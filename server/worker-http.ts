@@ -1,8 +1,8 @@
 /** A worker's own HTTP: what it is, how it does, and, for operators, every room it holds. */
 import { createServer, type IncomingMessage, type Server, type ServerResponse } from 'node:http';
 import { once } from 'node:events';
-import type { AdminGate } from './admin.ts';
-import type { WorkerPage } from './debug-page.ts';
+import type { AdminGate } from './operators/admin.ts';
+import type { WorkerPage } from './operators/debug-page.ts';
 import { ApiError, errorBody } from './errors.ts';
 import { METRICS_CONTENT_TYPE } from './metrics.ts';
 

@@ -30,17 +30,17 @@ import {
   type RoomKey,
   type RouterToWorker,
 } from '../transfer/messages.ts';
-import { setUpAdapter } from './adapter.ts';
-import { createAdminGate } from './admin.ts';
-import { readBuildInfo, type BuildInfo } from './build-info.ts';
+import { setUpAdapter } from './adapter/adapter.ts';
+import { createAdminGate } from './operators/admin.ts';
+import { readBuildInfo, type BuildInfo } from './operators/build-info.ts';
 import { choosePageCount, modelName, type WorkerConfig, type WorkerRole } from './config.ts';
-import { unackedEntries, workerRooms, type WorkerPage } from './debug-page.ts';
+import { unackedEntries, workerRooms, type WorkerPage } from './operators/debug-page.ts';
 import { openEngine, type Engine } from './engine.ts';
 import { createLogger } from './log.ts';
 import { createWorkerMetrics, type WorkerSights } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
-import { createPeerBook } from './peer-book.ts';
-import { createRoomWatch } from './room-watch.ts';
+import { createPeerBook } from './operators/peer-book.ts';
+import { createRoomWatch } from './operators/room-watch.ts';
 import { QUICK_GRACE_MS, reportProgress, type RunningRole } from './supervisor.ts';
 import { createUnitDepot } from './unit-depot.ts';
 import { decodeCore, prefillCore, workerStats, type Core, type WorkerEvent } from './worker-core.ts';

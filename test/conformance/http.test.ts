@@ -15,7 +15,7 @@ import OpenAI from 'openai';
 import { pino } from 'pino';
 import { loadChatEncoding } from '../../model/chat.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
-import { createAdminGate } from '../../server/admin.ts';
+import { createAdminGate } from '../../server/operators/admin.ts';
 import { ApiError } from '../../server/errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
 import type { HttpLimits, RequestObserver } from '../../server/http.ts';

@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { after, before, test } from 'node:test';
-import type { RouterPage } from '../../server/debug-page.ts';
+import type { RouterPage } from '../../server/operators/debug-page.ts';
 import { readMetrics, startHandoff, sumOf } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
 import { untilQuiet } from '../support/quiet.ts';

@@ -121,6 +121,7 @@ export function openListener(options: LinkOptions, { address, hasData }: { addre
   const { network, host, now } = options;
   const byName = new Map<string, ListenerLink>();
   const byRoutingId = new Map<string, ListenerLink>();
+  const lostLinks = new Map<string, { epoch: Epoch; link: number }>();
   const pauseMs = createPauseMeter(now);
 
   function sendTo(
@@ -136,6 +137,7 @@ export function openListener(options: LinkOptions, { address, hasData }: { addre
   function lose(link: ListenerLink, why: LossCause): void {
     byName.delete(link.peer.name);
     byRoutingId.delete(link.routingId);
+    lostLinks.set(link.peer.name, { epoch: link.peer.epoch, link: link.link });
     if (link.isUp) options.onEvent({ type: 'lost', peer: link.peer, address: '', why });
   }
 
@@ -144,12 +146,22 @@ export function openListener(options: LinkOptions, { address, hasData }: { addre
     sendTo(routingId, socket, { type: 'REFUSE', epoch: options.epoch, link: hello.link, field, ours, theirs });
   }
 
+  function refuseLink(routingId: string, socket: SocketKind, link: number): void {
+    const { epoch } = options;
+    sendTo(routingId, socket, { type: 'REFUSE', epoch, link, field: 'link', ours: '', theirs: String(link) });
+  }
+
   function onHello(routingId: string, socket: SocketKind, hello: HelloMessage): void {
     let link = byName.get(hello.name);
     const isKnown = link?.peer.epoch === hello.epoch && link.link === hello.link;
     const difference = firstDifference(options.fields, hello.fields);
     if (difference !== null) {
       refuse(routingId, socket, hello, difference.field, difference.ours);
+      return;
+    }
+    const lost = lostLinks.get(hello.name);
+    if (!isKnown && lost?.epoch === hello.epoch && hello.link <= lost.link) {
+      refuseLink(routingId, socket, hello.link);
       return;
     }
     if (!isKnown) {
@@ -175,6 +187,7 @@ export function openListener(options: LinkOptions, { address, hasData }: { addre
       };
       byName.set(name, link);
       byRoutingId.set(routingId, link);
+      lostLinks.delete(name);
     }
     if (link === undefined) return;
     link.heardMs = now();
@@ -215,11 +228,7 @@ export function openListener(options: LinkOptions, { address, hasData }: { addre
     const link = byRoutingId.get(routingId);
     if (link === undefined) {
       // It believes in a link that we gave up or, in an earlier life, had: it must begin anew.
-      if (message.type === 'PING') {
-        const { epoch } = options;
-        const theirs = String(message.link);
-        sendTo(routingId, socket, { type: 'REFUSE', epoch, link: message.link, field: 'link', ours: '', theirs });
-      }
+      if (message.type === 'PING') refuseLink(routingId, socket, message.link);
       return;
     }
     link.heardMs = now();

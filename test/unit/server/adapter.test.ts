@@ -6,7 +6,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
-import { matchName } from '../../../server/adapter.ts';
+import { matchName } from '../../../server/adapter/adapter.ts';
 
 const root = fileURLToPath(new URL('../../..', import.meta.url));
 const cache = mkdtempSync(join(tmpdir(), 'handoff-adapter-'));

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { adminHeaders, createAdminGate } from '../../../server/admin.ts';
+import { adminHeaders, createAdminGate } from '../../../server/operators/admin.ts';
 import { ApiError } from '../../../server/errors.ts';
 
 function statusOf(key: string | null, remoteAddress: string | undefined, headers: Record<string, string> = {}): number {

@@ -5,7 +5,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { test } from 'node:test';
 import type { TestContext } from 'node:test';
-import { askGit, digestCode, readBuildInfo } from '../../../server/build-info.ts';
+import { askGit, digestCode, readBuildInfo } from '../../../server/operators/build-info.ts';
 
 function makeTree(t: TestContext): string {
   const root = mkdtempSync(join(tmpdir(), 'handoff-build-'));

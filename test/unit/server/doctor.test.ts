@@ -1,8 +1,8 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import type { BuildInfo } from '../../../server/build-info.ts';
-import type { RouterPage, RouterRoomEntry, WorkerPage, WorkerRoomEntry } from '../../../server/debug-page.ts';
-import { diagnose } from '../../../server/doctor.ts';
+import type { BuildInfo } from '../../../server/operators/build-info.ts';
+import type { RouterPage, RouterRoomEntry, WorkerPage, WorkerRoomEntry } from '../../../server/operators/debug-page.ts';
+import { diagnose } from '../../../server/operators/doctor.ts';
 import { makeEpoch, makeKey, makeRoomId } from '../../../transfer/messages.ts';
 
 const R = makeEpoch(1, 1);

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { judgeDrain, readSample, type DrainSample } from '../../../server/drain-watch.ts';
+import { judgeDrain, readSample, type DrainSample } from '../../../server/operators/drain-watch.ts';
 
 /** One sample a second: what is in decode's transfer queue, and the progress counter. */
 function samples(...values: readonly [transfer: number, progress: number][]): DrainSample[] {

@@ -3,7 +3,13 @@ import { mkdtempSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { test } from 'node:test';
-import { backportsSource, findLavapipe, parseDeb822, parseOneLine, suiteWithMesa } from '../../../server/lavapipe.ts';
+import {
+  backportsSource,
+  findLavapipe,
+  parseDeb822,
+  parseOneLine,
+  suiteWithMesa,
+} from '../../../server/adapter/lavapipe.ts';
 
 test('backports come from the mirror that serves the release, with its key', () => {
   const sources = parseDeb822(`# a comment

@@ -12,7 +12,7 @@ import {
   mergeExpositions,
   parseExposition,
 } from '../../../server/metrics.ts';
-import type { BuildInfo } from '../../../server/build-info.ts';
+import type { BuildInfo } from '../../../server/operators/build-info.ts';
 import type { RouterMetrics, WorkerMetrics, WorkerSights, WorkerStats, WorkerTarget } from '../../../server/metrics.ts';
 import { REASONS } from '../../../transfer/messages.ts';
 

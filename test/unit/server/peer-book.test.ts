@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { createPeerBook } from '../../../server/peer-book.ts';
+import { createPeerBook } from '../../../server/operators/peer-book.ts';
 import type { LinkView, Peer } from '../../../transfer/channel.ts';
 
 const peer = (epoch: string): Peer => ({ role: 'decode', name: 'decode@b:8200', epoch, fields: {} });

@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { createRoomWatch } from '../../../server/room-watch.ts';
+import { createRoomWatch } from '../../../server/operators/room-watch.ts';
 
 const room = (key: string, queue: string, state = queue) => ({ key, queue, state });
 

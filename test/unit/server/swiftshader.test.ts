@@ -1,6 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { cacheFolder, readTar } from '../../../server/swiftshader.ts';
+import { cacheFolder, readTar } from '../../../server/adapter/swiftshader.ts';
 
 /** A tar archive of regular files, as any tar program writes it. */
 function tarOf(files: Record<string, string>): Buffer {

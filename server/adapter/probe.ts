@@ -1,7 +1,7 @@
 /**
  * The child process of adapter set-up: tries Dawn where a hang or a crash of a driver hurts nobody.
  *
- * Forked by server/adapter.ts with one argument, and answers with one IPC message, a `ProbeReport`:
+ * Forked by adapter.ts with one argument, and answers with one IPC message, a `ProbeReport`:
  * `list` names the adapters that Dawn accepts, best first; `open NAME` opens one (an empty name: the best one),
  * runs a small compute kernel on it and checks the result.
  */

@@ -3,7 +3,7 @@
  *
  *   hardware  ->  lavapipe  ->  lavapipe, installed with apt  ->  SwiftShader, fetched with npm  ->  a clear error
  *
- * Every candidate is tried in a child process (adapter-probe.ts) with a time limit, so that no driver can hang or crash
+ * Every candidate is tried in a child process (probe.ts) with a time limit, so that no driver can hang or crash
  * the caller. The decision is remembered until drivers or devices of the machine change. It reaches other processes by
  * environment variables. Whoever opens a device, or starts processes that do, does this first:
  *
@@ -19,7 +19,7 @@ import { mkdir, readFile, rename, rm, writeFile } from 'node:fs/promises';
 import { homedir, tmpdir } from 'node:os';
 import { delimiter, dirname, extname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
-import type { ProbeReport } from './adapter-probe.ts';
+import type { ProbeReport } from './probe.ts';
 import { findLavapipe, icdFolders, installLavapipe, obstacleToInstall, oldestMesa } from './lavapipe.ts';
 import { cacheFolder, ensureSwiftShader, swiftShaderIcd } from './swiftshader.ts';
 
@@ -274,9 +274,9 @@ async function listAdapters(environment: Record<string, string> = {}): Promise<s
   return (await probe(['list'], environment)).names;
 }
 
-/** Run adapter-probe in a child process. Never rejects: a crash or a hang is a report with a problem. */
+/** Run the probe in a child process. Never rejects: a crash or a hang is a report with a problem. */
 async function probe(args: string[], environment: Record<string, string>): Promise<ProbeReport> {
-  const file = fileURLToPath(new URL(`./adapter-probe${extname(import.meta.url)}`, import.meta.url));
+  const file = fileURLToPath(new URL(`./probe${extname(import.meta.url)}`, import.meta.url));
   const child = fork(file, args, {
     env: { ...process.env, ...environment },
     stdio: ['ignore', 'ignore', 'ignore', 'ipc'],

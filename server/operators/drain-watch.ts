@@ -5,8 +5,8 @@
  * KV bytes) is sampled beside the queues; but an entry that outlives the whole watch leaks whatever else moves.
  */
 import { setTimeout as pause } from 'node:timers/promises';
-import type { DrainWatchConfig } from './config.ts';
-import { parseExposition, type Family } from './metrics.ts';
+import type { DrainWatchConfig } from '../config.ts';
+import { parseExposition, type Family } from '../metrics.ts';
 
 /** The router's metrics at one moment. */
 export interface DrainSample {

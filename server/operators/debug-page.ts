@@ -4,10 +4,10 @@
  * A worker's page is its own; the router's has its rooms and the page of every worker, so that one request shows both
  * halves of a room side by side. `handoff doctor` reads the same page.
  */
-import type { RoomView, UnackedView } from '../scheduler/views.ts';
-import type { Epoch, RoomId, RoomKey } from '../transfer/messages.ts';
+import type { RoomView, UnackedView } from '../../scheduler/views.ts';
+import type { Epoch, RoomId, RoomKey } from '../../transfer/messages.ts';
 import type { BuildInfo } from './build-info.ts';
-import type { Deadlines } from './config.ts';
+import type { Deadlines } from '../config.ts';
 import type { PeerView } from './peer-book.ts';
 import type { RoomHistory, RoomWatch } from './room-watch.ts';
 

@@ -5,10 +5,10 @@
  * that their router does not know, ledgers that do not add up, peers that are silent, processes that run different
  * code. `diagnose` is pure; fetching and printing are around it.
  */
-import { parseKey } from '../transfer/messages.ts';
+import { parseKey } from '../../transfer/messages.ts';
 import { adminHeaders } from './admin.ts';
 import type { BuildInfo } from './build-info.ts';
-import type { Deadlines, DoctorConfig } from './config.ts';
+import type { Deadlines, DoctorConfig } from '../config.ts';
 import type { RouterPage, WorkerPage } from './debug-page.ts';
 
 /** What the doctor says: lines for a person, and the faults alone. */

@@ -4,8 +4,8 @@
  * Links forget a peer when it is lost, which is the moment an operator wants its name. The book keeps it, down and with
  * its silence growing, until it comes back, a later life takes its name, or it has been gone for long.
  */
-import type { ChannelEvent, LinkView } from '../transfer/channel.ts';
-import type { Epoch } from '../transfer/messages.ts';
+import type { ChannelEvent, LinkView } from '../../transfer/channel.ts';
+import type { Epoch } from '../../transfer/messages.ts';
 
 /** A peer that has been gone for so long is forgotten: in a cluster that scales, names do not come back. */
 const FORGET_MS = 600_000;

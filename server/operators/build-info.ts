@@ -9,7 +9,7 @@ import { createHash } from 'node:crypto';
 import { existsSync, readdirSync, readFileSync } from 'node:fs';
 import { dirname, join, sep } from 'node:path';
 import { fileURLToPath } from 'node:url';
-import { embeddedModelDir } from './config.ts';
+import { embeddedModelDir } from '../config.ts';
 
 /** `modified`: files differ from the commit or stamp; `unknown`: there is neither git nor a stamp to ask. */
 export type Cleanness = 'clean' | 'modified' | 'unknown';
@@ -47,7 +47,7 @@ const DIGEST_HEX_DIGITS = 16;
 const GIT_LIMIT_MS = 3000;
 
 /** The folder above `server/`: the repository, or `dist`. */
-const codeRoot = dirname(dirname(fileURLToPath(import.meta.url)));
+const codeRoot = dirname(dirname(dirname(fileURLToPath(import.meta.url))));
 
 /** Digest of every source or compiled file below `root`, by path and content. */
 export function digestCode(root: string): string {
