@@ -39,7 +39,7 @@ const floorPlan: Record<string, FolderRule> = {
 const onlyIn: Record<string, readonly string[]> = {
   '@msgpack/msgpack': ['transfer/messages.ts'],
   '@huggingface/tokenizers': ['model/tokenizer.ts'],
-  webgpu: ['kernels/device.ts', 'server/adapter-probe.ts'],
+  webgpu: ['kernels/device.ts', 'server/adapter/probe.ts'],
 };
 
 /** No clock, randomness, I/O, timers or promises: what the simulator replays and the checker explores. */
