@@ -4,7 +4,7 @@
  * Upper-case messages travel between a prefill worker (P) and a decode worker (D); lower-case ones
  * between the router (R) and a worker. All are idempotent. One message is one or two frames:
  *
- *   frame 0   magic 'HO' | version u8 | 0 | crc32c of the rest u32 LE | msgpack [type, field, field, ...]
+ *   frame 0   magic 'HO' | frame version u8 | 0 | crc32c of the rest u32 LE | msgpack [type, field, field, ...]
  *   frame 1   raw payload; only CHUNK has one
  *
  * Fields go by position, in the order of `SHAPES`, which is also what the decoder checks: it accepts
@@ -14,8 +14,11 @@
 import { Decoder, Encoder } from '@msgpack/msgpack';
 import { crc32c } from './checksum.ts';
 
-/** Version of the wire format. Peers of another version are refused in HELLO. */
+/** Version of the messages and their meaning. Peers of another version are refused in HELLO, by name. */
 export const PROTOCOL_VERSION = 1;
+
+/** Version of the frame itself: what is needed to read a HELLO of any protocol version, and its refusal. */
+const FRAME_VERSION = 1;
 
 /** Longest name of a worker, and longest text field, in UTF-16 units. */
 const MAX_TEXT = 1024;
@@ -520,7 +523,7 @@ export function encodeMessage(message: Message): Uint8Array {
   frame.set(body, HEADER_BYTES);
   frame[0] = MAGIC_0;
   frame[1] = MAGIC_1;
-  frame[2] = PROTOCOL_VERSION;
+  frame[2] = FRAME_VERSION;
   new DataView(frame.buffer).setUint32(4, crc32c(frame.subarray(HEADER_BYTES)), true);
   return frame;
 }
@@ -541,7 +544,7 @@ export function decodeMessage(frames: readonly Uint8Array[]): Decoded {
   const frame = frames[0];
   if (frame === undefined || frame.length < HEADER_BYTES) return rejected('short');
   if (frame[0] !== MAGIC_0 || frame[1] !== MAGIC_1) return rejected('magic');
-  if (frame[2] !== PROTOCOL_VERSION || frame[3] !== 0) return rejected('version');
+  if (frame[2] !== FRAME_VERSION || frame[3] !== 0) return rejected('version');
   const body = frame.subarray(HEADER_BYTES);
   const checksum = new DataView(frame.buffer, frame.byteOffset).getUint32(4, true);
   if (crc32c(body) !== checksum) return rejected('checksum');
