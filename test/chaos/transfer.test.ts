@@ -10,8 +10,8 @@ import { startSplitCluster, untilUp, type SplitCluster } from '../support/split-
 import { complete, openCompletion, ServerError } from '../support/stream.ts';
 
 const SEED = 41;
-const STALL_MS = 2000;
-const ROOM_MS = 4000;
+const STALL_MS = 3000;
+const ROOM_MS = 8000;
 /** A deadline is judged every 50 ms; the rest is for two busy cores. */
 const SLACK_MS = 1500;
 /** Prompt and answer of a room that takes five pages, and how many of them the pool holds at once. */
