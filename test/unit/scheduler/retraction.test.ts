@@ -170,6 +170,18 @@ test('the units of a copy are the pages that were written, then the slot, and go
   });
 });
 
+test('a page with a single position is copied, a page of headroom is not', () => {
+  const saved = (maxRunning: number): string[] => {
+    const state = create({ ...TIGHT, maxRunning });
+    makeReady(state, 0, PROMPT, LONG);
+    makeReady(state, 1, 128, LONG);
+    assert.equal(state.live.get(keyOf(1))?.lease?.pages.length, 2);
+    return stepOnce(state).slice(1);
+  };
+  assert.deepEqual(saved(2), ['save:3'], 'position 128 was run');
+  assert.deepEqual(saved(1), ['save:2'], 'it waited for a row');
+});
+
 test('a row without a page sits the step out, and the others run on', () => {
   const state = create({ pageCount: 4, headroomTokens: 1 });
   // Room 1 ends one page later than rooms 0 and 2.
