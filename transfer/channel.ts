@@ -50,6 +50,9 @@ const ABANDON_LEASES = 3;
 /** Largest control frame: a submit with a million token ids fits. */
 const MAX_CONTROL_BYTES = 16 << 20;
 
+/** Lost links of peers that have not come back, remembered by name. */
+const MAX_LOST_LINKS = 1024;
+
 /** Room for the header frame beside a payload. */
 const MAX_HEADER_BYTES = 1 << 20;
 
@@ -391,6 +394,11 @@ export async function openListener(
   };
   const byName = new Map<string, ListenerLink>();
   const byRoutingId = new Map<string, ListenerLink>();
+  /**
+   * By name: the link that was lost last. A connector that did not notice may come back with it; taken up again, it would
+   * never learn that everything on it has ended here.
+   */
+  const lostLinks = new Map<string, { epoch: Epoch; link: number }>();
   let rejectedMessages = 0;
   let strayMessages = 0;
   let isClosed = false;
@@ -404,6 +412,9 @@ export async function openListener(
   function lose(link: ListenerLink, why: LossCause): void {
     byName.delete(link.peer.name);
     byRoutingId.delete(link.routingId);
+    lostLinks.set(link.peer.name, { epoch: link.peer.epoch, link: link.link });
+    const [oldest] = lostLinks.keys();
+    if (lostLinks.size > MAX_LOST_LINKS && oldest !== undefined) lostLinks.delete(oldest);
     writers.control.forget(link.routingId);
     writers.data?.forget(link.routingId);
     if (link.isUp) options.onEvent({ type: 'lost', peer: link.peer, address: '', why });
@@ -422,6 +433,12 @@ export async function openListener(
     options.onEvent({ type: 'refused', address: '', field, ours, theirs });
   }
 
+  /** That link is over for us, whatever the other side believes: it must begin another. */
+  function refuseLink(routingId: string, socket: SocketKind, link: number): void {
+    const { epoch } = options;
+    sendTo(routingId, socket, { type: 'REFUSE', epoch, link, field: 'link', ours: '', theirs: String(link) });
+  }
+
   function onHello(routingId: string, socket: SocketKind, hello: HelloMessage): void {
     let link = byName.get(hello.name);
     const isKnown = link?.peer.epoch === hello.epoch && link.link === hello.link;
@@ -436,6 +453,11 @@ export async function openListener(
     const difference = firstDifference(options.fields, hello.fields);
     if (difference !== null) {
       refuse(routingId, socket, hello.link, difference.field, difference.ours, difference.theirs);
+      return;
+    }
+    const lost = lostLinks.get(hello.name);
+    if (!isKnown && lost?.epoch === hello.epoch && hello.link <= lost.link) {
+      refuseLink(routingId, socket, hello.link);
       return;
     }
     if (!isKnown) {
@@ -467,6 +489,7 @@ export async function openListener(
       };
       byName.set(name, link);
       byRoutingId.set(routingId, link);
+      lostLinks.delete(name); // it is older than what is in `byName` now
     }
     if (link === undefined) return;
     link.heardMs = now();
@@ -505,17 +528,7 @@ export async function openListener(
     if (link === undefined) {
       strayMessages++;
       // It believes in a link that we gave up or, in an earlier life, had: it must begin anew.
-      if (message.type === 'PING') {
-        const refusal: RefuseMessage = {
-          type: 'REFUSE',
-          epoch: options.epoch,
-          link: message.link,
-          field: 'link',
-          ours: '',
-          theirs: String(message.link),
-        };
-        sendTo(routingId, socket, refusal);
-      }
+      if (message.type === 'PING') refuseLink(routingId, socket, message.link);
       return;
     }
     link.heardMs = now();

@@ -281,6 +281,43 @@ test('a data HELLO that is lost is repeated, however often the listener pings me
   await atD.next(isUp);
 });
 
+test(
+  'a link that the listener has lost is never taken up again: its connector must begin another',
+  TIMEOUT,
+  async (t) => {
+    const atP = createInbox();
+    const listener = await openListener(optionsFor('p0', P1, atP, { heartbeatMs: 60_000, leaseMs: 100 }), {
+      address: 'tcp://127.0.0.1:0',
+      dataAddress: null,
+    });
+    const open = (link: number): { hello: () => Promise<Message> } => {
+      const dealer = new Dealer({ routingId: `r0 ${D1} ${link}`, linger: 0 });
+      dealer.connect(listener.address);
+      t.after(() => dealer.close());
+      const identity = { role: 'router', name: 'r0', epoch: D1, link };
+      const frame = encodeMessage({ type: 'HELLO', version: PROTOCOL_VERSION, ...identity, fields: {} });
+      const hello = async (): Promise<Message> => {
+        await dealer.send(frame);
+        const [answer] = (await dealer.receive()) as [Buffer];
+        const decoded = decodeMessage([answer]);
+        assert.ok(decoded.ok);
+        return decoded.message;
+      };
+      return { hello };
+    };
+    t.after(() => listener.close());
+    const first = open(1);
+    assert.equal((await first.hello()).type, 'WELCOME');
+    const lost = await atP.next(isLost);
+    assert.ok(lost.type === 'lost' && lost.why === 'lease');
+    // It was cut off for a lease, did not notice, and connects again.
+    const refusal = await first.hello();
+    assert.ok(refusal.type === 'REFUSE' && refusal.field === 'link' && refusal.link === 1);
+    assert.equal((await open(2).hello()).type, 'WELCOME');
+    await atP.next(isUp);
+  },
+);
+
 test('junk frames are counted and the link lives on', TIMEOUT, async (t) => {
   const { listener, connector, atP } = await openPair(t);
   const junk = new Dealer({ routingId: 'junk', linger: 0 });
