@@ -1,0 +1,467 @@
+/**
+ * How fast a cluster is clean after clients have left: `npm run bench:abort`. JSON lines on stdout, progress on stderr.
+ *
+ * `disconnect` lines: the time from closing the connections until every gauge is zero on every process. One request in
+ * prefill or in decode and nothing else (`prefill`, `decode`); 32 rooms whose transfer a proxy holds, the link released
+ * as the clients leave (`transfer`), or still held, where the credit set aside for it does not count (`held-transfer`).
+ * Beside it the mean step (one forward pass) that ended in that time, which no abort can cut short, and the time between
+ * two looks at the gauges, which bounds the resolution.
+ *
+ * `mass-abort` lines: 500 clients leave at once, whatever stage they are in, while others go on reading. The gaps between
+ * tokens of those others: alone, with the crowd there, and from the moment it left until all is clean. At the end the
+ * server's counters are compared with what the clients know.
+ *
+ * With `--url` (and `--worker-url` for each worker) a running cluster is measured instead of one started here; then there
+ * is no proxy to hold a transfer and those two lines are left out. It must serve nobody else, and the mass abort needs
+ * its `--max-queued-requests` to be large.
+ */
+import { parseArgs } from 'node:util';
+import { readMetrics, sumOf, untilMetrics, type Sample } from '../test/support/cluster.ts';
+import { createPrng, randomPrompt } from '../test/support/prng.ts';
+import { held, unsettled } from '../test/support/quiet.ts';
+import { startSplitCluster } from '../test/support/split-cluster.ts';
+import { complete, openCompletion, type OpenStream } from '../test/support/stream.ts';
+import { hundredths, quantile, spread, surroundings } from './measurement.ts';
+
+const { values: options } = parseArgs({
+  options: {
+    url: { type: 'string' },
+    'worker-url': { type: 'string', multiple: true, default: [] },
+    repetitions: { type: 'string', default: '20' },
+    rooms: { type: 'string', default: '32' },
+    clients: { type: 'string', default: '500' },
+    runs: { type: 'string', default: '5' },
+    seed: { type: 'string', default: '1' },
+    help: { type: 'boolean', default: false },
+  },
+});
+if (options.help) {
+  process.stdout.write(
+    'bench-abort [--url URL --worker-url URL ...] [--repetitions 20] [--rooms 32] [--clients 500] [--runs 5] [--seed 1]\n' +
+      'Without --url it starts a router and two workers on free ports and stops them afterwards.\n' +
+      '0 repetitions or 0 runs leave the lines of that kind out.\n',
+  );
+  process.exit(0);
+}
+const repetitions = Number(options.repetitions);
+const rooms = Number(options.rooms);
+const clients = Number(options.clients);
+const runs = Number(options.runs);
+const seed = Number(options.seed);
+const random = createPrng(seed);
+
+/** More than any of these waits takes on a machine that works at all. */
+const PATIENCE_MS = 120_000;
+/** A repetition that is not clean by then has leaked. */
+const CLEAN_MS = 30_000;
+/** Streams that read on while the others leave. */
+const BYSTANDERS = 4;
+/** How long gaps are collected before, and with the crowd there. */
+const WINDOW_MS = 3000;
+/** The crowd leaves when so many of it are being decoded: the rest is then spread over the other stages. */
+const CROWD_RUNNING = 8;
+/** Prompt tokens of a request that is cut in prefill: several chunks. */
+const LONG_PROMPT = 3000;
+/** Prompt tokens of a room in transfer: one page and the slot. */
+const SHORT_PROMPT = 64;
+
+/** Processes to measure. */
+interface Target {
+  readonly url: string;
+  readonly model: string;
+  /** The link that KV pages take; null: out of reach. */
+  readonly link: { pause(): void; resume(): void } | null;
+  samples(): Promise<Sample[]>;
+  stop(): Promise<void>;
+}
+
+/** Gauges of every process are looked at again and again until they hold; with the number of looks. */
+async function watch(
+  target: Target,
+  withinMs: number,
+  found: (samples: readonly Sample[]) => readonly string[],
+): Promise<{ tookMs: number; looks: number; samples: readonly Sample[] }> {
+  let looks = 0;
+  let samples: readonly Sample[] = [];
+  const look = async (): Promise<readonly Sample[]> => {
+    looks++;
+    samples = await target.samples();
+    return samples;
+  };
+  const tookMs = await untilMetrics(
+    look,
+    withinMs,
+    (page) => found(page).length === 0,
+    (page) => found(page).join('\n'),
+  );
+  return { tookMs, looks, samples };
+}
+
+async function openTarget(): Promise<Target> {
+  if (options.url === undefined) {
+    const cluster = await startSplitCluster([
+      ...['--max-queued-requests', String(Math.max(clients, rooms) + BYSTANDERS)],
+      ...['--transfer-stall-timeout', '25s'], // a held link is not what is measured
+    ]);
+    const { url, model, data } = cluster;
+    return { url, model, link: data, samples: () => cluster.samples(), stop: () => cluster.stop() };
+  }
+  const { url, 'worker-url': workers } = options;
+  if (workers.length < 2) throw new Error('--url needs the --worker-url of each prefill and decode worker');
+  const models = (await (await fetch(`${url}/v1/models`)).json()) as { data: { id: string }[] };
+  const samples = async (): Promise<Sample[]> => {
+    const [own, ...others] = await Promise.all([url, ...workers].map((each) => readMetrics(each)));
+    return [...own!.filter(({ labels }) => labels.engine_type === 'router'), ...others.flat()];
+  };
+  return { url, model: models.data[0]!.id, link: null, samples, stop: () => Promise.resolve() };
+}
+
+function open(target: Target, promptTokens: number): OpenStream {
+  const prompt = randomPrompt(random, promptTokens);
+  return openCompletion(target.url, target.model, { prompt, maxTokens: 1000, ignoreEos: true });
+}
+
+function queued(samples: readonly Sample[], role: string, queue: string): number {
+  return sumOf(samples, 'handoff_queue_requests', { engine_type: role, queue });
+}
+
+async function until(target: Target, holds: (samples: readonly Sample[]) => boolean): Promise<readonly Sample[]> {
+  const { samples } = await watch(target, PATIENCE_MS, (page) =>
+    holds(page) ? [] : held(page).concat('still waiting for the stage'),
+  );
+  return samples;
+}
+
+/** Mean of the steps that ended between two looks, of the role whose steps are longer, ms; 0: none ended. */
+function stepBetween(before: readonly Sample[], after: readonly Sample[]): number {
+  const means = ['prefill', 'decode'].map((role) => {
+    const grown = (name: string): number =>
+      sumOf(after, name, { engine_type: role }) - sumOf(before, name, { engine_type: role });
+    const count = grown('handoff_step_seconds_count');
+    return count === 0 ? 0 : (grown('handoff_step_seconds_sum') / count) * 1000;
+  });
+  return Math.max(...means);
+}
+
+/** One stage that clients leave in. */
+interface Scenario {
+  readonly stage: string;
+  readonly rooms: number;
+  /** What `limitMs` of the 95th percentile means is added to: the step that was running, or nothing. */
+  readonly limitMs: number;
+  /** Bring the requests there. */
+  enter(): Promise<OpenStream[]>;
+  /** Called as soon as the connections are closed. */
+  leave(): void;
+  /** What is still held. */
+  found(samples: readonly Sample[]): readonly string[];
+  /** Called when it was clean. */
+  finish(): void;
+}
+
+const nothing = (): void => {};
+
+function scenariosOf(target: Target): Scenario[] {
+  const alone = { rooms: 1, limitMs: 100, leave: nothing, finish: nothing, found: unsettled };
+  const scenarios: Scenario[] = [
+    {
+      ...alone,
+      stage: 'prefill',
+      async enter() {
+        const stream = open(target, LONG_PROMPT);
+        await until(target, (samples) => queued(samples, 'prefill', 'running') === 1);
+        return [stream];
+      },
+    },
+    {
+      ...alone,
+      stage: 'decode',
+      async enter() {
+        const stream = open(target, SHORT_PROMPT);
+        await stream.firstText;
+        await until(target, (samples) => queued(samples, 'decode', 'running') === 1);
+        return [stream];
+      },
+    },
+  ];
+  const { link } = target;
+  if (link === null) return scenarios;
+  const enter = async (): Promise<OpenStream[]> => {
+    link.pause();
+    const streams = Array.from({ length: rooms }, () => open(target, SHORT_PROMPT));
+    await until(
+      target,
+      (samples) => queued(samples, 'prefill', 'inflight') === rooms && queued(samples, 'decode', 'transfer') === rooms,
+    );
+    return streams;
+  };
+  const inTransfer = { rooms, limitMs: 500, enter };
+  scenarios.push(
+    { ...inTransfer, stage: 'transfer', leave: () => link.resume(), found: unsettled, finish: nothing },
+    { ...inTransfer, stage: 'held-transfer', leave: nothing, found: heldButCredit, finish: () => link.resume() },
+  );
+  return scenarios;
+}
+
+/** What is held, but for the bytes that a held link may still bring. */
+function heldButCredit(samples: readonly Sample[]): string[] {
+  return held(samples).filter((line) => !line.startsWith('handoff_transfer_in_flight_bytes'));
+}
+
+async function measureDisconnect(target: Target, scenario: Scenario): Promise<object> {
+  const tookMs: number[] = [];
+  const stepMs: number[] = [];
+  const lookMs: number[] = [];
+  const beyondStepMs: number[] = [];
+  for (let repetition = 0; repetition < repetitions; repetition++) {
+    const streams = await scenario.enter();
+    const before = await target.samples();
+    const startMs = performance.now();
+    for (const stream of streams) stream.cut();
+    scenario.leave();
+    const { looks, samples } = await watch(target, CLEAN_MS, (page) => scenario.found(page));
+    const cleanMs = performance.now() - startMs;
+    const step = stepBetween(before, samples);
+    tookMs.push(cleanMs);
+    stepMs.push(step);
+    lookMs.push(cleanMs / looks);
+    beyondStepMs.push(cleanMs - step);
+    scenario.finish();
+    await watch(target, CLEAN_MS, unsettled);
+  }
+  const p95 = hundredths(quantile(scenario.limitMs === 100 ? beyondStepMs : tookMs, 0.95));
+  return {
+    stage: scenario.stage,
+    rooms: scenario.rooms,
+    repetitions,
+    untilZeroMs: spread(tookMs),
+    stepMs: spread(stepMs),
+    beyondStepMs: spread(beyondStepMs),
+    betweenLooksMs: spread(lookMs),
+    limit: scenario.limitMs === 100 ? 'p95 of beyondStepMs < 100' : 'p95 of untilZeroMs < 500',
+    ok: p95 < scenario.limitMs,
+  };
+}
+
+/** A stream that is read piece by piece; arrival times at the client. */
+interface Reader {
+  readonly arrivalsMs: number[];
+  /** Resolves with how it ended: by `stop`, or with the server's `[DONE]`. */
+  readonly ended: Promise<'cut' | 'done'>;
+  readonly first: Promise<void>;
+  stop(): void;
+}
+
+function openReader(target: Target): Reader {
+  const abort = new AbortController();
+  const arrivalsMs: number[] = [];
+  let started = nothing;
+  const first = new Promise<void>((resolve) => (started = resolve));
+  const read = async (): Promise<'done'> => {
+    const response = await fetch(`${target.url}/v1/completions`, {
+      method: 'POST',
+      headers: { 'content-type': 'application/json' },
+      body: JSON.stringify({
+        model: target.model,
+        prompt: randomPrompt(random, SHORT_PROMPT),
+        max_tokens: 3900,
+        ignore_eos: true,
+        temperature: 0,
+        stream: true,
+      }),
+      signal: abort.signal,
+    });
+    if (!response.ok) throw new Error(`a bystander was answered ${response.status}: ${await response.text()}`);
+    const decoder = new TextDecoder();
+    let text = '';
+    for await (const bytes of response.body!) {
+      text = (text + decoder.decode(bytes, { stream: true })).slice(-100_000);
+      if (text.includes('"error"')) throw new Error(`a bystander was told ${text}`);
+      arrivalsMs.push(performance.now());
+      started();
+    }
+    return 'done';
+  };
+  const ended = read().catch((error: unknown) => {
+    if (abort.signal.aborted) return 'cut' as const;
+    throw error;
+  });
+  return { arrivalsMs, ended, first, stop: () => abort.abort() };
+}
+
+/** Gaps that overlap a window, ms. One that has not ended counts as long as it lasted so far. */
+function gapsWithin(readers: readonly Reader[], fromMs: number, toMs: number): number[] {
+  return readers.flatMap(({ arrivalsMs }) => {
+    const ends = [...arrivalsMs, performance.now()];
+    const gaps: number[] = [];
+    for (let i = 1; i < ends.length; i++) {
+      const isOver = i < arrivalsMs.length;
+      if (ends[i]! > fromMs && ends[i - 1]! < toMs && (isOver || ends[i]! - ends[i - 1]! > 0)) {
+        gaps.push(ends[i]! - ends[i - 1]!);
+      }
+    }
+    return gaps;
+  });
+}
+
+/** The router's counters that a client can check. */
+interface Counts {
+  readonly ended: number;
+  readonly aborted: number;
+  readonly abortsByReason: number;
+  readonly length: number;
+  readonly stop: number;
+  readonly cancelled: number;
+  readonly failed: number;
+  readonly rejected: number;
+}
+
+function countsOf(samples: readonly Sample[]): Counts {
+  // A counter with labels has no series before its first event.
+  const sum = (name: string, labels: Readonly<Record<string, string>> = {}): number =>
+    samples.some((sample) => sample.name === name && Object.entries(labels).every(([k, v]) => sample.labels[k] === v))
+      ? sumOf(samples, name, labels)
+      : 0;
+  const outcome = (name: string): number => sum('handoff_request_outcomes_total', { outcome: name });
+  return {
+    ended: sum('sglang_num_requests_total'),
+    aborted: sum('sglang_num_aborted_requests_total'),
+    abortsByReason: sum('handoff_aborts_total'),
+    length: outcome('length'),
+    stop: outcome('stop'),
+    cancelled: outcome('cancelled'),
+    failed: outcome('failed'),
+    rejected: sum('handoff_rejections_total'),
+  };
+}
+
+const pause = (ms: number): Promise<void> => new Promise((resolve) => setTimeout(resolve, ms));
+
+async function measureMassAbort(
+  target: Target,
+): Promise<{ line: object; ok: boolean; cleanMs: number; ratio: number }> {
+  const before = countsOf(await target.samples());
+  const readers = Array.from({ length: BYSTANDERS }, () => openReader(target));
+  await Promise.all(readers.map((reader) => Promise.race([reader.first, reader.ended])));
+  const aloneFromMs = performance.now();
+  await pause(WINDOW_MS);
+  const aloneToMs = performance.now();
+  const crowd = Array.from({ length: clients }, () => open(target, 20 + Math.floor(random() * 400)));
+  let running = 0;
+  for (const stream of crowd) stream.firstText.then(() => running++, nothing);
+  // Everybody is admitted, or the ledgers could not be compared: who leaves before is counted by nobody.
+  const stages = await until(
+    target,
+    (samples) =>
+      running >= Math.min(CROWD_RUNNING, clients) && sumOf(samples, 'handoff_active_requests') === clients + BYSTANDERS,
+  );
+  const crowdedFromMs = performance.now();
+  await pause(WINDOW_MS);
+  const cutMs = performance.now();
+  for (const stream of crowd) stream.cut();
+  const results = Promise.allSettled(crowd.map((stream) => stream.text));
+  await watch(target, CLEAN_MS, (samples) => {
+    const active = sumOf(samples, 'handoff_active_requests');
+    const others = ['prealloc', 'transfer', 'waiting', 'inflight', 'unwinding', 'retracted'].flatMap((queue) =>
+      sumOf(samples, 'handoff_queue_requests', { queue }) === 0 ? [] : [queue],
+    );
+    const decoding = queued(samples, 'decode', 'running');
+    const computing = queued(samples, 'prefill', 'running');
+    if (active > BYSTANDERS || decoding > BYSTANDERS || computing > 0) others.push('active or running');
+    return others;
+  });
+  const cleanAtMs = performance.now();
+  // At least a second of gaps, even if all was clean at once.
+  await pause(Math.max(0, cutMs + 1000 - cleanAtMs));
+  const duringToMs = performance.now();
+  const gaps = {
+    alone: gapsWithin(readers, aloneFromMs, aloneToMs),
+    crowded: gapsWithin(readers, crowdedFromMs, cutMs),
+    during: gapsWithin(readers, cutMs, duringToMs),
+  };
+  const completedOfCrowd = (await results).filter(({ status }) => status === 'fulfilled').length;
+  for (const reader of readers) reader.stop();
+  const endings = await Promise.all(readers.map((reader) => reader.ended));
+  const completed = completedOfCrowd + endings.filter((ending) => ending === 'done').length;
+  await watch(target, CLEAN_MS, unsettled);
+  const answer = await complete(target.url, target.model, { prompt: [0, 5, 6, 7], maxTokens: 4, ignoreEos: true });
+  const { samples } = await watch(target, CLEAN_MS, unsettled);
+  const after = countsOf(samples);
+  const server = Object.fromEntries(
+    Object.entries(after).map(([name, value]) => [name, value - before[name as keyof Counts]]),
+  ) as unknown as Counts;
+  const cut = clients + BYSTANDERS - completed;
+  const ledger: Counts = {
+    ended: clients + BYSTANDERS + 1,
+    aborted: cut,
+    abortsByReason: cut,
+    length: completed + (answer.finishReason === 'length' ? 1 : 0),
+    stop: 0,
+    cancelled: cut,
+    failed: 0,
+    rejected: 0,
+  };
+  const p95 = (values: readonly number[]): number => hundredths(quantile(values, 0.95));
+  const [aloneP95, crowdedP95, duringP95] = [p95(gaps.alone), p95(gaps.crowded), p95(gaps.during)];
+  const cleanMs = cleanAtMs - cutMs;
+  const agrees = JSON.stringify(server) === JSON.stringify(ledger);
+  return {
+    cleanMs,
+    // 1 is the limit: one and a half times what it was before anybody came, and 50 ms.
+    ratio: duringP95 / (1.5 * aloneP95 + 50),
+    ok: agrees && cleanMs < 5000,
+    line: {
+      stagesAtCut: stagesOf(stages),
+      cleanMs: hundredths(cleanMs),
+      gapP95Ms: { alone: aloneP95, crowded: crowdedP95, during: duringP95 },
+      gaps: { alone: gaps.alone.length, crowded: gaps.crowded.length, during: gaps.during.length },
+      ledger: agrees ? { agrees, ...server } : { agrees, server, clients: ledger },
+    },
+  };
+}
+
+function stagesOf(samples: readonly Sample[]): Record<string, number> {
+  const stages: Record<string, number> = {};
+  for (const { name, labels, value } of samples) {
+    if (name === 'handoff_queue_requests' && value > 0) stages[`${labels.engine_type} ${labels.queue}`] = value;
+  }
+  return stages;
+}
+
+const target = await openTarget();
+try {
+  await complete(target.url, target.model, { prompt: [0, 2, 3], maxTokens: 4, ignoreEos: true }); // pipelines are warm
+  const print = async (bench: string, line: object): Promise<void> => {
+    const head = { bench, ...surroundings(await target.samples()), model: target.model, seed };
+    process.stdout.write(`${JSON.stringify({ ...head, ...line })}\n`);
+  };
+  if (repetitions > 0) {
+    for (const scenario of scenariosOf(target)) {
+      process.stderr.write(`disconnect, ${scenario.stage}: ${repetitions} times\n`);
+      await print('disconnect', await measureDisconnect(target, scenario));
+    }
+  }
+  const masses: { ok: boolean; cleanMs: number; ratio: number }[] = [];
+  for (let run = 0; run < runs; run++) {
+    process.stderr.write(`mass abort, run ${run + 1} of ${runs}\n`);
+    const { line, ...result } = await measureMassAbort(target);
+    masses.push(result);
+    await print('mass-abort', { run, clients, bystanders: BYSTANDERS, ...line });
+  }
+  if (runs > 0) {
+    const ratio = quantile(
+      masses.map((mass) => mass.ratio),
+      0.5,
+    );
+    await print('mass-abort-median', {
+      runs,
+      clients,
+      cleanMs: spread(masses.map((mass) => mass.cleanMs)),
+      gapShareOfLimit: hundredths(ratio),
+      limit: 'cleanMs < 5000, p95 gap during <= 1.5 alone + 50 ms, ledgers agree',
+      ok: ratio <= 1 && masses.every((mass) => mass.ok),
+    });
+  }
+} finally {
+  await target.stop();
+}
