@@ -307,18 +307,26 @@ function routingIdOf({ name, epoch }: Instance, link: number): string {
   return `${name.slice(0, 200)} ${epoch} ${link}`;
 }
 
-/** Deliver every message of a socket until it is closed. `isClosing`: its owner has begun to. */
-async function receiveAll(
-  socket: Router | Dealer,
-  deliver: (frames: Uint8Array[]) => void,
-  isClosing: () => boolean,
-): Promise<void> {
+/** Deliver every message of a socket until it is closed. */
+async function receiveAll(socket: Router | Dealer, deliver: (frames: Uint8Array[]) => void): Promise<void> {
   try {
     for await (const frames of socket) deliver(frames);
   } catch (error) {
-    // Closing or unbinding a socket under its reader ends the loop, or rejects it, depending on the moment.
-    if (!socket.closed && !isClosing()) throw error;
+    // Closing a socket under its reader ends the loop, or rejects it, depending on the moment.
+    if (!socket.closed) throw error;
   }
+}
+
+/**
+ * Close a bound socket and wait until its port is free.
+ *
+ * Not by `unbind`: that runs on another thread, and a reader or writer of the same socket that wakes up meanwhile makes
+ * two threads in one socket, which libzmq answers with a crash. The last event of a socket comes after its port is free.
+ */
+async function closeBound(socket: Router): Promise<void> {
+  const ended = new Promise<void>((resolve) => socket.events.on('end', () => resolve()));
+  socket.close();
+  await ended;
 }
 
 /** First field in which the two sides differ, with both values; null if they agree. */
@@ -559,9 +567,8 @@ export async function openListener(
       else if (nowMs - link.saidMs >= options.heartbeatMs) ping(link, false);
     }
   });
-  const isClosing = (): boolean => isClosed;
-  const loops = [receiveAll(control, (frames) => onFrames('control', frames), isClosing)];
-  if (data !== null) loops.push(receiveAll(data, (frames) => onFrames('data', frames), isClosing));
+  const loops = [receiveAll(control, (frames) => onFrames('control', frames))];
+  if (data !== null) loops.push(receiveAll(data, (frames) => onFrames('data', frames)));
 
   return {
     address: boundAddress,
@@ -584,10 +591,7 @@ export async function openListener(
       stopChecks();
       await Promise.all([writers.control.close(options.lingerMs), writers.data?.close(0)]);
       for (const link of byName.values()) lose(link, 'closed');
-      // A closed socket frees its port some time later; an unbound one has freed it.
-      await Promise.all([control.unbind(boundAddress), data?.unbind(boundDataAddress)]);
-      control.close();
-      data?.close();
+      await Promise.all([closeBound(control), data === null ? undefined : closeBound(data)]);
       await Promise.all(loops);
     },
   };
@@ -645,13 +649,7 @@ export function openConnector(options: ChannelOptions): Connector {
     // sides then send again what is unanswered.
     control.events.on('handshake', () => hello(connection, 'control'));
     control.connect(address);
-    connection.loops.push(
-      receiveAll(
-        control,
-        (frames) => onFrames(connection, 'control', frames),
-        () => isClosed,
-      ),
-    );
+    connection.loops.push(receiveAll(control, (frames) => onFrames(connection, 'control', frames)));
   }
 
   /** Close the sockets first: nothing of this link is delivered after `lost`. */
@@ -735,13 +733,7 @@ export function openConnector(options: ChannelOptions): Connector {
     connection.data = data;
     connection.dataWriter = createWriter(data, options);
     data.connect(dataAddress.replace('://*:', `://${host}:`));
-    connection.loops.push(
-      receiveAll(
-        data,
-        (frames) => onFrames(connection, 'data', frames),
-        () => isClosed,
-      ),
-    );
+    connection.loops.push(receiveAll(data, (frames) => onFrames(connection, 'data', frames)));
     hello(connection, 'data');
   }
 
