@@ -11,7 +11,7 @@ import {
 } from '../../../scheduler/prefill.ts';
 import type { PrefillLimits } from '../../../scheduler/types.ts';
 import type { Manifest, PeerMessage, RouterToWorker } from '../../../transfer/messages.ts';
-import { makeEpoch } from '../../../transfer/messages.ts';
+import { makeEpoch, makeKey, makeRoomId } from '../../../transfer/messages.ts';
 import { D, keyOf, P, PREFILL_LIMITS, ROUTER, shorten, submitOf } from '../../support/halves.ts';
 
 function create(changes: Partial<PrefillLimits> = {}): PrefillState {
@@ -252,6 +252,22 @@ test('halves that disagree about the prompt end as a mismatch', () => {
   ]);
 });
 
+test('a message of an earlier attempt changes nothing', () => {
+  const state = create();
+  admit(state, 0, 100);
+  fromPeer(state, 0, { type: 'ABORT', reason: 'peer_lost' });
+  const key = makeKey(makeRoomId(ROUTER, 0), 2);
+  const message = { from: D.epoch, to: P.epoch, key };
+  fromRouter(state, { ...submitOf(0, 100), key });
+  for (const content of [openOf(100), reservedOf(100, 12)]) {
+    step(state, { type: 'peer_message', peer: D, message: { ...message, ...content } as PeerMessage, nowMs: 1 });
+  }
+  assert.equal(state.live.get(key)?.sender.creditBytes, 12);
+  assert.deepEqual(fromPeer(state, 0, { type: 'CREDIT', bytes: 20 }), []);
+  assert.equal(state.live.get(key)?.sender.creditBytes, 12);
+  assert.equal(statsPrefill(state).drops.late, 1);
+});
+
 test('messages of and for another life are dropped and counted', () => {
   const state = create();
   const newer = { name: 'd0', epoch: makeEpoch(2000, 2) };
@@ -313,6 +329,15 @@ test('a drain refuses what is new and finishes what runs', () => {
   assert.deepEqual(fromPeer(state, 0, openOf(100)), ['QUEUED']);
   fromPeer(state, 0, reservedOf(100));
   assert.deepEqual(rangesOf(state), ['0:0-100!']);
+});
+
+test('a drain does not stop the clocks', () => {
+  const state = create();
+  fromRouter(state, submitOf(0, 100, { budgetMs: 900 }));
+  step(state, { type: 'drain', nowMs: 1 });
+  step(state, { type: 'tick', nowMs: 500 });
+  assert.ok(step(state, { type: 'tick', nowMs: 902 }).includes('end:deadline'));
+  assert.equal(statsPrefill(state).rooms, 0);
 });
 
 test('a long pause of our own is forgiven once; the same time in small steps is not', () => {

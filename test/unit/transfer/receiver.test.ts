@@ -336,6 +336,13 @@ test('the stall clock starts with the first unit and is renewed by units and by 
   assert.deepEqual(shorten(effects), ['stopped:deadline+ABORT']);
 });
 
+test('a unit that comes twice does not keep a transfer alive', () => {
+  const receiver = reach('reserved');
+  stepReceiver(receiver, chunk(0, 1), LIMITS);
+  stepReceiver(receiver, { ...chunk(0, 1), nowMs: 9_000 }, LIMITS);
+  assert.equal(receiver.stallDeadlineMs, 15_001);
+});
+
 test('time in a queue, here or at the peer, is not counted against the room, time after it is', () => {
   const receiver = reach('queued');
   for (let nowMs = 2000; nowMs <= 200_000; nowMs += 2000) stepReceiver(receiver, { type: 'tick', nowMs }, LIMITS);
