@@ -5,8 +5,8 @@
  * a time. Prints the worlds of each and, where an invariant does not hold, the shortest way there. At the end: which cells
  * of the tables were reached, and that none is missing which is not declared impossible.
  *
- * `--deep` adds the sets that take hours in all. `--set` chooses by a part of the name. `--break` explores with a rule
- * broken on purpose, which must be found. `--minutes` and `--states` bound one set; a set that reaches a bound says so.
+ * `--deep` adds the sets that take hours in all. `--set` chooses by the name, or by a part of it. `--break` explores with
+ * a rule broken on purpose, which must be found. `--minutes` and `--states` bound one set; a set that reaches a bound says so.
  */
 import { fork } from 'node:child_process';
 import { availableParallelism } from 'node:os';
@@ -53,7 +53,9 @@ async function main(): Promise<number> {
     return 2;
   }
   const all = values.deep || values.set !== undefined ? [...CI_SETS, ...DEEP_SETS] : [...CI_SETS];
-  const sets = all.filter(({ name }) => values.set?.some((part) => name.includes(part)) ?? true);
+  const whole = new Set(all.map(({ name }) => name));
+  const isChosen = (name: string, part: string): boolean => (whole.has(part) ? name === part : name.includes(part));
+  const sets = all.filter(({ name }) => values.set?.some((part) => isChosen(name, part)) ?? true);
   if (sets.length === 0) {
     console.error('no set has that in its name; `--list --deep` prints all');
     return 2;
