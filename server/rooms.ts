@@ -128,6 +128,8 @@ export interface RoomDriver extends Rooms {
 const RESEND = { resendMinMs: 100, resendMaxMs: 2000 } as const;
 /** Tries of one request before its first token. */
 const MAX_ATTEMPTS = 3;
+/** How long a next attempt waits for a pair: a supervised worker is back within this. */
+const CHOOSE_MS = 5000;
 
 interface Entry {
   readonly requestId: string;
@@ -137,6 +139,8 @@ interface Entry {
   readonly sink: RoomSink;
   accepted: boolean;
   delivered: boolean;
+  /** A pair is looked for: whom to spare, and until when. */
+  choice: { readonly avoid: readonly Epoch[]; readonly untilMs: number } | null;
 }
 
 /** An empty table of rooms. */
@@ -158,16 +162,10 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         if (effect.message.type === 'submit') halvesOf(effect.epoch)?.add(effect.message.key);
         links.send(effect.epoch, effect.message);
         break;
-      case 'choose_pair': {
-        const choice = choosePair(links.workers(), effect.avoid);
-        if (choice.kind === 'pair') {
-          const { prefill, decode } = choice;
-          step(entry, { type: 'pair', prefill: prefill.ref, decode: decode.ref, nowMs: now() });
-        } else {
-          step(entry, { type: 'no_pair', nowMs: now() });
-        }
+      case 'choose_pair':
+        entry.choice = { avoid: effect.avoid, untilMs: now() + CHOOSE_MS };
+        choose(entry);
         break;
-      }
       case 'deliver':
         entry.delivered = true;
         entry.sink.onTokens(effect.tokens);
@@ -184,6 +182,21 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       default:
         effect satisfies never;
     }
+  }
+
+  /** Find a pair for the next attempt. While there is none it is asked again: a worker that died is being restarted. */
+  function choose(entry: Entry): void {
+    const { choice, room } = entry;
+    if (choice === null) return;
+    if (room.phase !== 'choosing') {
+      entry.choice = null; // its client left meanwhile
+      return;
+    }
+    const found = choosePair(links.workers(), choice.avoid);
+    if (found.kind !== 'pair' && now() < choice.untilMs) return;
+    entry.choice = null;
+    if (found.kind !== 'pair') return step(entry, { type: 'no_pair', nowMs: now() });
+    step(entry, { type: 'pair', prefill: found.prefill.ref, decode: found.decode.ref, nowMs: now() });
   }
 
   function close(entry: Entry): void {
@@ -278,6 +291,7 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         sink,
         accepted: false,
         delivered: false,
+        choice: null,
       };
       entries.set(room.room, entry);
       step(entry, { type: 'pair', prefill: choice.prefill.ref, decode: choice.decode.ref, nowMs: startedMs });
@@ -299,7 +313,10 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       for (const entry of [...entries.values()]) step(entry, { type: event.type, epoch: event.epoch, nowMs: now() });
     },
     tick() {
-      for (const entry of [...entries.values()]) step(entry, { type: 'tick', nowMs: now() });
+      for (const entry of [...entries.values()]) {
+        step(entry, { type: 'tick', nowMs: now() });
+        choose(entry);
+      }
       watch.look(sightings(), now());
     },
     stats() {
