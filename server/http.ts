@@ -431,7 +431,10 @@ async function serveGeneration(
       ? streamedAnswer(reply, createChunkWriter(head, call), generation.usage, context.limits, dropSlow)
       : wholeAnswer(reply, call, head, generation.usage);
 
-    /** The one end of every request. The room is over or told to be; then `finish` deals with the reply. */
+    /**
+     * The one end of every request; `finish` deals with the reply. Who stops a room does it after this has begun: a room
+     * that is cancelled may report its end at once, and that is not what the client is told or what is counted.
+     */
     function conclude(end: RequestEnd, finish: () => void): void {
       if (isOver) return;
       isOver = true;
@@ -476,9 +479,8 @@ async function serveGeneration(
 
     /** Nobody listens any more: stop the room and let go of the socket. */
     function lose(end: 'client_lost' | 'slow_client'): void {
-      if (isOver) return;
-      handle?.cancel('client_lost');
       conclude(end, () => {
+        handle?.cancel('client_lost');
         answer.drop();
         resolve();
       });
@@ -499,8 +501,8 @@ async function serveGeneration(
       lastTokensMs = performance.now();
       if (generation.finish === null) return;
       // The client has its whole answer; there is no need to wait until the room has unwound.
-      handle?.cancel('stop_string');
       succeed(generation.finish);
+      handle?.cancel('stop_string');
     }
 
     function takeEnd(outcome: RoomOutcome): void {
@@ -526,8 +528,9 @@ async function serveGeneration(
         act();
       } catch (error) {
         context.log.error({ err: error, requestId: head.id }, 'request failed by a fault of the server');
-        if (!isOver) handle?.cancel('client_lost');
+        if (isOver) return;
         fail(new ApiError('internal_error', 'The server failed to process the answer.'));
+        handle?.cancel('client_lost');
       }
     }
 
@@ -535,8 +538,8 @@ async function serveGeneration(
       ids: [head.id, request.id],
       abort(error) {
         if (isOver) return;
-        handle?.cancel('client_cancel');
         fail(error);
+        handle?.cancel('client_cancel');
       },
     };
 

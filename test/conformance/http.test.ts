@@ -62,7 +62,9 @@ class Room implements RoomHandle {
     if (this.cancelReason !== null) return;
     this.cancelReason = reason;
     this.#resolveCancelled(reason);
-    setImmediate(() => this.#sink.onEnd({ kind: 'cancelled', reason: 'client_lost' }));
+    // At once, before this returns: so do real rooms.
+    if (reason === 'stop_string') this.#sink.onEnd({ kind: 'stop' });
+    else this.#sink.onEnd({ kind: 'cancelled', reason });
   }
 
   tokens(ids: number[]): void {
