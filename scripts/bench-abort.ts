@@ -91,10 +91,21 @@ async function watch(
   const tookMs = await untilMetrics(
     look,
     withinMs,
-    (page) => found(page).length === 0,
-    (page) => found(page).join('\n'),
+    (page) => missingOr(found, page).length === 0,
+    (page) => missingOr(found, page).join('\n'),
   );
   return { tookMs, looks, samples };
+}
+
+/** A process that is too busy to show its page is not clean. */
+function missingOr(
+  found: (samples: readonly Sample[]) => readonly string[],
+  samples: readonly Sample[],
+): readonly string[] {
+  const missing = ['router', 'prefill', 'decode'].filter(
+    (role) => !samples.some(({ labels }) => labels.engine_type === role),
+  );
+  return missing.length > 0 ? missing.map((role) => `no metrics of ${role}`) : found(samples);
 }
 
 async function openTarget(): Promise<Target> {
