@@ -440,6 +440,9 @@ function stagesOf(samples: readonly Sample[]): Record<string, number> {
 }
 
 const target = await openTarget();
+for (const signal of ['SIGINT', 'SIGTERM'] as const) {
+  process.once(signal, () => void target.stop().finally(() => process.exit(1)));
+}
 try {
   await complete(target.url, target.model, { prompt: [0, 2, 3], maxTokens: 4, ignoreEos: true }); // pipelines are warm
   const print = async (bench: string, line: object): Promise<void> => {

@@ -91,6 +91,9 @@ const cluster = await startSplitCluster([], {
     NODE_OPTIONS: `--expose-gc --import ${new URL('../test/support/collect-garbage.mjs', import.meta.url).href}`,
   },
 });
+for (const signal of ['SIGINT', 'SIGTERM'] as const) {
+  process.once(signal, () => void cluster.stop().finally(() => process.exit(1)));
+}
 try {
   process.exitCode = await main();
 } finally {
