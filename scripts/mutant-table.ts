@@ -501,7 +501,7 @@ export const MUTANTS: readonly Mutant[] = [
     ],
     killers: [
       unit('scheduler/prefill', 'a closed key is answered and never comes back'),
-      check('one room: duplicate', /^I6/),
+      check('one room: duplicate', /^I1: .* closed, but live/),
       sim(/^I6/),
     ],
   },

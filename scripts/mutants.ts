@@ -139,14 +139,20 @@ async function judge({ edits, killers }: Mutant, clean: string): Promise<boolean
 
 async function ask(killer: Killer, copy: string): Promise<Judgement> {
   const { status, what: output, seconds } = await run(copy, commandOf(killer, true));
-  const tail = `:\n${output.trimEnd().split('\n').slice(-TAIL_LINES).join('\n')}\n`;
+  const lines = output.trimEnd().split('\n');
+  // The checker says first what is wrong, everybody else last.
+  const found = lines.findIndex((line) => line.endsWith('VIOLATION'));
+  const shown = found < 0 ? lines.slice(-TAIL_LINES) : lines.slice(found, found + TAIL_LINES);
+  const tail = `:\n${shown.join('\n')}\n`;
   if (status === 0) return { verdict: 'survived', what: '', seconds };
   // A mutant that does not run proves nothing.
   if (status === null || /\b(SyntaxError|ReferenceError|ERR_MODULE_NOT_FOUND)\b/.test(output)) {
     return { verdict: 'not judged', what: status === null ? ': it took too long' : tail, seconds };
   }
-  const found = findingOf(killer, output);
-  return found === null ? { verdict: 'not judged', what: tail, seconds } : { verdict: 'killed', what: found, seconds };
+  const finding = findingOf(killer, output);
+  return finding === null
+    ? { verdict: 'not judged', what: tail, seconds }
+    : { verdict: 'killed', what: finding, seconds };
 }
 
 /** What failed, if it is what the killer was to find. */
