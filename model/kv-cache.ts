@@ -80,6 +80,17 @@ export function tailRows(ratio: number): number {
   return ratio === OVERLAP_RATIO ? 2 * ratio : ratio;
 }
 
+/** Pages that a cache may have at most on this device: each layer's share of all pages is bound as one. */
+export function maxPagesOf(device: Device, config: ModelConfig): number {
+  const { headDim, indexHeadDim, pageTokens } = config;
+  const shares = config.layers.map(({ ratio }) =>
+    ratio === 0 ? 0 : (pageTokens / ratio) * (ratio === OVERLAP_RATIO ? Math.max(headDim, indexHeadDim) : headDim),
+  );
+  const { maxBufferSize, maxStorageBufferBindingSize } = device.limits;
+  const largestBytes = Math.max(...shares) * Float32Array.BYTES_PER_ELEMENT;
+  return Math.floor(Math.min(maxBufferSize, maxStorageBufferBindingSize) / Math.max(1, largestBytes));
+}
+
 /** Bytes of one page of a cache for this model, all layers. */
 export function pageBytesOf(config: ModelConfig): number {
   const { headDim, indexHeadDim, pageTokens } = config;

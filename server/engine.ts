@@ -6,7 +6,7 @@
  */
 import { openDevice, type Device } from '../kernels/device.ts';
 import { loadModelConfig, type ModelConfig } from '../model/config.ts';
-import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
+import { createKvCache, maxPagesOf, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import { forward, loadModel, type Model } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
 import type { PageId } from '../transfer/messages.ts';
@@ -23,8 +23,8 @@ export interface EngineOptions {
   readonly contextTokens?: number;
   /** Tokens of one page; the model's own when left out. */
   readonly pageTokens?: number;
-  /** Pages of the cache, decided once the size of a page is known. */
-  readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
+  /** Pages of the cache, decided once the size of a page is known, and how many the adapter binds. */
+  readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number; maxPages: number }) => number;
   readonly slotCount: number;
   readonly onProgress?: (progress: LoadProgress) => void;
 }
@@ -73,9 +73,13 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
   const pages = options.pageTokens === undefined ? {} : { pageTokens: options.pageTokens };
   const config = loadModelConfig(options.modelDir, pages);
   const contextTokens = options.contextTokens ?? config.maxPositions;
-  const pageCount = options.choosePageCount({ contextTokens, pageBytes: pageBytesOf(config) });
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
+    const pageCount = options.choosePageCount({
+      contextTokens,
+      pageBytes: pageBytesOf(config),
+      maxPages: maxPagesOf(device, config),
+    });
     const model = await loadModel(device, options.modelDir, {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,

@@ -5,12 +5,17 @@
  * Exit codes: 0 asked to end, 1 failed, 2 wrong command line. Roles and tools are imported only when they run, so that
  * `handoff router` never loads WebGPU and `--help` loads nothing.
  */
+import { setTimeout as pause } from 'node:timers/promises';
 import { AdapterError, describeAdapter, setUpAdapter } from './adapter/adapter.ts';
 import { ConfigError, environmentNameOf, flagOf, resolveConfig } from './config.ts';
 import type { AllConfig, RouterConfig, WorkerConfig } from './config.ts';
 import { createLogger } from './log.ts';
 import { SupervisorError, createSupervisor, createTerminal, describeCluster, serveRole } from './supervisor.ts';
 import type { Closing, RunningRole } from './supervisor.ts';
+
+/** Links come up in milliseconds; after this the lines are printed anyway, and the log says what is wrong. */
+const SERVING_LIMIT_MS = 10_000;
+const SERVING_POLL_MS = 20;
 
 async function main(): Promise<void> {
   const config = resolveConfig(process.argv.slice(2), process.env);
@@ -109,8 +114,19 @@ async function runAll(config: AllConfig): Promise<void> {
     if (asked) return; // `stop` ends the process when the last child has ended
     throw error;
   }
+  await untilServing(supervisor.processes().find(({ role }) => role === 'router')?.addresses?.http);
   for (const line of [...describeAdapter(adapter), '', ...describeCluster(config, supervisor.processes())]) {
     process.stdout.write(`${line}\n`);
+  }
+}
+
+/** The router listens before its links to the workers are up: what is printed to be tried should work. */
+async function untilServing(url: string | undefined): Promise<void> {
+  const endMs = performance.now() + SERVING_LIMIT_MS;
+  while (url !== undefined && performance.now() < endMs) {
+    const response = await fetch(`${url}/readyz`).catch(() => null);
+    if (response?.ok) return;
+    await pause(SERVING_POLL_MS);
   }
 }
 
