@@ -147,7 +147,7 @@ async function ask(killer: Killer, copy: string): Promise<Judgement> {
   if (status === 0) return { verdict: 'survived', what: '', seconds };
   // A mutant that does not run proves nothing.
   if (status === null || /\b(SyntaxError|ReferenceError|ERR_MODULE_NOT_FOUND)\b/.test(output)) {
-    return { verdict: 'not judged', what: status === null ? ': it took too long' : tail, seconds };
+    return { verdict: 'not judged', what: tail, seconds };
   }
   const finding = findingOf(killer, output);
   return finding === null
@@ -191,7 +191,7 @@ function sourceOf(killer: Killer): string {
   return killer.kind === 'sim' ? 'sim' : `check "${killer.set}"`;
 }
 
-/** Run Node in a copy of the sources. `status` is null if it took too long. */
+/** Run Node in a copy of the sources. `status` is null if it was ended: by its limit, or by somebody else. */
 function run(cwd: string, args: string[]): Promise<{ status: number | null; what: string; seconds: number }> {
   const startMs = performance.now();
   const isWindows = process.platform === 'win32';
@@ -217,11 +217,12 @@ function run(cwd: string, args: string[]): Promise<{ status: number | null; what
   }, LIMIT_MS);
   return new Promise((resolve, reject) => {
     child.once('error', reject);
-    child.once('close', (code) => {
+    child.once('close', (code, signal) => {
       clearTimeout(limit);
       leftovers.delete(end);
       const seconds = (performance.now() - startMs) / 1000;
-      resolve({ status: isLate ? null : (code ?? 1), what, seconds });
+      if (code === null) what += `${isLate ? 'it took too long' : `ended by ${signal}`}\n`;
+      resolve({ status: code, what, seconds });
     });
   });
 }
