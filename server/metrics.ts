@@ -705,7 +705,10 @@ export function createRouterMetrics(options: {
   stats: () => RouterStats;
   sights: () => Sights;
   workers: () => readonly WorkerTarget[];
+  /** How long a scrape waits for a worker; 50 ms unless given. */
+  scrapeCapMs?: number;
 }): RouterMetrics {
+  const scrapeCapMs = options.scrapeCapMs ?? SCRAPE_CAP_MS;
   const { registry, metrics, close } = createRegistry('router', options.modelName);
   showBuild(metrics, options.build);
   const agent = new Agent({ keepAlive: true });
@@ -740,7 +743,7 @@ export function createRouterMetrics(options: {
     },
     async text() {
       const targets = options.workers();
-      const texts = await Promise.all(targets.map((target) => scrape(target, agent)));
+      const texts = await Promise.all(targets.map((target) => scrape(target, agent, scrapeCapMs)));
       const parts: ExpositionPart[] = [];
       metrics.workerUp.reset();
       for (const [index, { worker, role }] of targets.entries()) {
@@ -969,7 +972,7 @@ function createRegistry(
 }
 
 /** A worker's `/metrics`, or null if it did not answer in time, or not with 200 and a bounded body. */
-function scrape(target: WorkerTarget, agent: Agent): Promise<string | null> {
+function scrape(target: WorkerTarget, agent: Agent, capMs: number): Promise<string | null> {
   const { http } = target;
   if (http === null) return Promise.resolve(null);
   return new Promise((settle) => {
@@ -988,7 +991,7 @@ function scrape(target: WorkerTarget, agent: Agent): Promise<string | null> {
     request.on('error', () => done(null));
     // When our own loop was busy, timers ring before sockets are read: give an answer that has arrived already one
     // turn of the loop, so that a late router does not report its workers as silent.
-    const timer = setTimeout(() => setImmediate(() => request.destroy()), SCRAPE_CAP_MS);
+    const timer = setTimeout(() => setImmediate(() => request.destroy()), capMs);
     const done = (text: string | null): void => {
       clearTimeout(timer);
       settle(text);
