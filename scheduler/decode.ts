@@ -1089,7 +1089,7 @@ function reserveQueued(state: DecodeState, nowMs: number, effects: WorkerEffect[
     const pageCount = Math.ceil(promptTokens.length / limits.pageTokens);
     const sizes = { pageCount, pageBytes: limits.pageBytes, slotBytes: limits.slotBytes };
     // A peer with a full buffer holds up its own rooms only; a lack of pages holds up all behind.
-    if (freeCreditBytes(state, room.peer.epoch) < baseCreditBytes(sizes)) continue;
+    if (freeCreditBytes(state, room.peer) < baseCreditBytes(sizes)) continue;
     const reserved = pagesWithHeadroom(limits, room.request, 1, state.headroomTokens);
     const lease = lend(pools, reserved, `session ${key}`);
     if (lease === null) return;
@@ -1123,7 +1123,7 @@ function grantCredit(state: DecodeState, key: RoomKey, room: DecodeRoom, nowMs: 
   const { limits } = state;
   const ceiling = Math.min(manifestBytes(receiver.manifest), receiver.settledBytes + limits.roomWindowBytes);
   // What is already set aside for the room is its own; beyond that the buffer is shared.
-  const ours = setAsideBytes(receiver) + freeCreditBytes(state, peer.epoch);
+  const ours = setAsideBytes(receiver) + freeCreditBytes(state, peer);
   const grantedBytes = Math.min(ceiling, receiver.settledBytes + ours);
   if (grantedBytes <= receiver.grantedBytes) return;
   runReceiver(state, key, room, { type: 'granted', grantedBytes, nowMs }, effects);
@@ -1159,8 +1159,15 @@ function returnStranded(state: DecodeState, entry: UnwindEntry): void {
   entry.returned = true;
 }
 
-function freeCreditBytes(state: DecodeState, epoch: Epoch): number {
-  return state.limits.peerBufferBytes - (state.creditBytes.get(epoch) ?? 0);
+/** What is left of a peer's buffer. What an earlier life of it has sent and is still being written, is in it too. */
+function freeCreditBytes({ limits, creditBytes, live }: DecodeState, peer: Instance): number {
+  let bytes = limits.peerBufferBytes - (creditBytes.get(peer.epoch) ?? 0);
+  if (creditBytes.size === (creditBytes.has(peer.epoch) ? 1 : 0)) return bytes;
+  for (const room of live.values()) {
+    const isEarlier = room.peer.name === peer.name && room.peer.epoch !== peer.epoch;
+    if (isEarlier && room.receiver !== null) bytes -= setAsideBytes(room.receiver);
+  }
+  return bytes;
 }
 
 function addCreditBytes(state: DecodeState, epoch: Epoch, change: number): void {

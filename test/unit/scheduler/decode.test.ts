@@ -168,6 +168,21 @@ test('the loss of the peer returns its whole buffer', () => {
   assert.equal(statsDecode(state).creditBytes, 0);
 });
 
+test('a new life of a peer gets the buffer when what the old one has sent is written', () => {
+  const state = create({ peerBufferBytes: 20, roomWindowBytes: 20 });
+  fromRouter(state, submitOf(0, 10));
+  fromPeer(state, 0, waiting);
+  assert.deepEqual(chunk(state, 0, 0, 1), ['write:0']);
+  step(state, { type: 'peer_lost', peer: P, nowMs: 1 });
+  const later = { name: P.name, epoch: makeEpoch(2000, 8) };
+  step(state, { type: 'peer_up', peer: later, nowMs: 1 });
+  fromRouter(state, submitOf(1, 10, { prefill: { ...later, address: '' } }));
+  const message = { from: later.epoch, to: D.epoch, key: keyOf(1), ...waiting } as PeerMessage;
+  assert.deepEqual(step(state, { type: 'peer_message', peer: later, message, payload: NONE, nowMs: 1 }), []);
+  const written = step(state, { type: 'written', key: keyOf(0), unit: 0, nowMs: 1 });
+  assert.deepEqual(written, ['end:peer_lost', 'RESERVED']);
+});
+
 test('a peer with a full buffer holds up only its own rooms', () => {
   const state = create({ peerBufferBytes: 20, roomWindowBytes: 20 });
   const other = { name: 'p1', epoch: makeEpoch(1000, 8) };
