@@ -271,9 +271,13 @@ export function createModel(plan: Plan, rules: Rules = REAL_RULES): Model {
     act: (process: Process, turn: Turn) => void,
   ): void {
     const step = store.step(to[column] as number, name, act);
-    if (step.error !== null) throw new Broken(who, String(name), step.error);
+    if (step.error !== null) throw new Broken(who, sayStep(store, to[column] as number, name), step.error);
     if (step.lateFailure !== null && step.lateFailure !== 'out_of_memory' && ((to[FLAGS] as number) & EXCUSED) === 0) {
-      throw new Broken(who, String(name), `I11: an answer ended with ${step.lateFailure} after its first token`);
+      throw new Broken(
+        who,
+        sayStep(store, to[column] as number, name),
+        `I11: an answer ended with ${step.lateFailure} after its first token`,
+      );
     }
     to[column] = step.next;
     for (const { queue, to: life, packet } of step.sent) {
@@ -281,6 +285,13 @@ export function createModel(plan: Plan, rules: Rules = REAL_RULES): Model {
       if (epochIn(to, TO[queue] as Role) !== life) continue;
       push(to, queue, packet);
     }
+  }
+
+  /** The name of a step in words: a step is named by a packet and its socket, or by what a process does by itself. */
+  function sayStep<Process>(store: Store<Process>, id: number, name: string | number): string {
+    if (typeof name === 'number') return packetNames[Math.floor(name / 8)] as string;
+    const index = /^internal (\d+)$/.exec(name)?.[1];
+    return index === undefined ? name : (store.internals[id]?.[Number(index)]?.label as string);
   }
 
   function contentOf(world: Int32Array, queue: number): readonly number[] {

@@ -90,6 +90,7 @@ export const CI_SETS: readonly Plan[] = [
   oneRoom('restartP', 'restartR'),
   twoRooms('one page of D'),
   crowded('one page of D', 'restartP'),
+  crowded('one credit', 'restartP'),
   crowded('one place', 'cancel'),
   crowded('retraction'),
   crowded('no host memory'),
