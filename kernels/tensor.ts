@@ -19,6 +19,12 @@ let nextId = 1;
 /** Bytes that every tensor's storage is a multiple of: WebGPU copies and binds whole words. */
 const WORD_BYTES = 4;
 
+/** Bytes that a tensor takes on a device. */
+export function tensorBytes(dtype: Dtype, shape: readonly number[]): number {
+  const elementCount = shape.reduce((product, size) => product * size, 1);
+  return Math.max(WORD_BYTES, Math.ceil(dtypeBytes(dtype, elementCount) / WORD_BYTES) * WORD_BYTES);
+}
+
 /**
  * Allocate a tensor, zero-filled, in a buffer of its own. The caller owns it and ends it with `destroyTensor`.
  *
@@ -28,8 +34,7 @@ export function allocateTensor(
   device: Device,
   args: { shape: readonly number[]; dtype: Dtype; label: string; usage?: GPUBufferUsageFlags },
 ): Tensor {
-  const elementCount = args.shape.reduce((product, size) => product * size, 1);
-  const byteLength = Math.max(WORD_BYTES, Math.ceil(dtypeBytes(args.dtype, elementCount) / WORD_BYTES) * WORD_BYTES);
+  const byteLength = tensorBytes(args.dtype, args.shape);
   const limit = Math.min(device.limits.maxBufferSize, device.limits.maxStorageBufferBindingSize);
   if (byteLength > limit) {
     throw new RangeError(`tensor ${args.label} [${args.shape}] needs ${byteLength} bytes, the adapter binds ${limit}`);

@@ -8,6 +8,7 @@
  *
  * Follows https://github.com/huggingface/safetensors (format section), with its limits.
  */
+import { constants } from 'node:fs';
 import { open, readFile, type FileHandle } from 'node:fs/promises';
 import { join } from 'node:path';
 
@@ -46,9 +47,20 @@ export interface StoredTensor {
   readonly file: string;
 }
 
+/** One file of a checkpoint. */
+export interface StoredFile {
+  readonly name: string;
+  /** What the file has. */
+  readonly byteLength: number;
+  /** What it has when all tensors of its header are in it. */
+  readonly completeBytes: number;
+}
+
 /** Where weights come from: a checkpoint on disk, or generated ones in tests. */
 export interface TensorSource {
   readonly tensors: ReadonlyMap<string, StoredTensor>;
+  /** Files of the checkpoint, and what their headers promise; empty for weights in memory. */
+  readonly files: readonly StoredFile[];
   /** Fill `target` with the tensor's bytes from `offset` on. */
   read(tensor: StoredTensor, offset: number, target: Uint8Array): Promise<void>;
   close(): Promise<void>;
@@ -73,10 +85,18 @@ const INDEX_FILE = 'model.safetensors.index.json';
 /**
  * Open the checkpoint in `directory`: `model.safetensors.index.json` with its shards, or `model.safetensors`.
  * Reads headers only; the caller closes it.
+ *
+ * headersOnly  accept files that end before their tensors do; what is missing cannot be read
+ *
+ * @throws CheckpointError naming file and tensor, on anything that a sound writer would not have written.
  */
-export async function openCheckpoint(directory: string): Promise<TensorSource> {
+export async function openCheckpoint(
+  directory: string,
+  { headersOnly = false }: { headersOnly?: boolean } = {},
+): Promise<TensorSource> {
   const index = await readIndex(directory);
   const files = index ? [...new Set(index.values())].sort() : [SINGLE_FILE];
+  const stored: StoredFile[] = [];
   const handles = new Map<string, FileHandle>();
   const close = async (): Promise<void> => {
     await Promise.all([...handles.values()].map((handle) => handle.close()));
@@ -87,7 +107,9 @@ export async function openCheckpoint(directory: string): Promise<TensorSource> {
     for (const file of files) {
       const handle = await openFile(directory, file);
       handles.set(file, handle);
-      for (const tensor of await readHeader(handle, file)) {
+      const header = await readHeader(handle, file, headersOnly);
+      stored.push({ name: file, byteLength: header.fileBytes, completeBytes: header.completeBytes });
+      for (const tensor of header.tensors) {
         if (tensors.has(tensor.name))
           throw new CheckpointError(`${file}: tensor ${tensor.name} is also in ${tensors.get(tensor.name)!.file}`);
         tensors.set(tensor.name, tensor);
@@ -100,6 +122,7 @@ export async function openCheckpoint(directory: string): Promise<TensorSource> {
   }
   return {
     tensors,
+    files: stored,
     read: (tensor, offset, target) => readRange(handles.get(tensor.file)!, tensor, offset, target),
     close,
   };
@@ -122,6 +145,7 @@ export function memorySource(
   }
   return {
     tensors,
+    files: [],
     read(tensor, offset, target) {
       const bytes = stored.get(tensor.name)!;
       if (offset + target.byteLength > bytes.byteLength)
@@ -133,14 +157,15 @@ export function memorySource(
   };
 }
 
-/**
- * Check one file's header and list its tensors.
- *
- * @param header the JSON text's bytes; `fileBytes` is the whole file's length.
- * @throws CheckpointError on anything that a sound writer would not have written.
- */
-export function parseHeader(header: Uint8Array, args: { file: string; fileBytes: number }): StoredTensor[] {
-  const { file, fileBytes } = args;
+/** A file's tensors, and where the last one ends. */
+interface Header {
+  readonly tensors: readonly StoredTensor[];
+  readonly completeBytes: number;
+}
+
+// Check one file's header and list its tensors. `fileBytes` is the whole file's length, `header` the JSON text's bytes.
+function parseHeader(header: Uint8Array, args: { file: string; fileBytes: number; headersOnly: boolean }): Header {
+  const { file, fileBytes, headersOnly } = args;
   const fault = (problem: string): CheckpointError => new CheckpointError(`${file}: ${problem}`);
   if (header[0] !== 0x7b) throw fault('the header does not start with "{"; not a safetensors file');
   let json: unknown;
@@ -162,10 +187,10 @@ export function parseHeader(header: Uint8Array, args: { file: string; fileBytes:
     if (tensor.start > end) throw fault(`${tensor.start - end} bytes before tensor ${tensor.name} belong to no tensor`);
     end = tensor.end;
   }
-  if (end > fileBytes)
+  if (end > fileBytes && !headersOnly)
     throw fault(`tensor ${inOrder.at(-1)!.name} ends at byte ${end}, the file has ${fileBytes}: it is cut short`);
   if (end < fileBytes) throw fault(`${fileBytes - end} bytes after the last tensor belong to no tensor`);
-  return tensors;
+  return { tensors, completeBytes: end };
 }
 
 function checkMetadata(entry: unknown, fault: (problem: string) => CheckpointError): void {
@@ -215,10 +240,13 @@ function spanBytes(dtype: StoredDtype, shape: readonly number[]): number | null 
   return bytes;
 }
 
+// Opening a pipe would otherwise wait for somebody to write into it.
+const READ_FLAGS = constants.O_RDONLY | (constants.O_NONBLOCK ?? 0);
+
 async function openFile(directory: string, file: string): Promise<FileHandle> {
   let handle: FileHandle;
   try {
-    handle = await open(join(directory, file), 'r');
+    handle = await open(join(directory, file), READ_FLAGS);
   } catch (cause) {
     throw new CheckpointError(`${join(directory, file)} cannot be opened: ${(cause as Error).message}`, { cause });
   }
@@ -227,7 +255,11 @@ async function openFile(directory: string, file: string): Promise<FileHandle> {
   throw new CheckpointError(`${join(directory, file)} is not a regular file`);
 }
 
-async function readHeader(handle: FileHandle, file: string): Promise<StoredTensor[]> {
+async function readHeader(
+  handle: FileHandle,
+  file: string,
+  headersOnly: boolean,
+): Promise<Header & { fileBytes: number }> {
   const fileBytes = (await handle.stat()).size;
   if (fileBytes < LENGTH_BYTES)
     throw new CheckpointError(`${file}: ${fileBytes} bytes are too few for a safetensors file`);
@@ -240,7 +272,7 @@ async function readHeader(handle: FileHandle, file: string): Promise<StoredTenso
     throw new CheckpointError(`${file}: a header of ${headerBytes} bytes in a file of ${fileBytes}`);
   const header = new Uint8Array(Number(headerBytes));
   await readFully(handle, header, LENGTH_BYTES, file);
-  return parseHeader(header, { file, fileBytes });
+  return { ...parseHeader(header, { file, fileBytes, headersOnly }), fileBytes };
 }
 
 async function readRange(handle: FileHandle, tensor: StoredTensor, offset: number, target: Uint8Array): Promise<void> {
@@ -260,23 +292,22 @@ async function readFully(handle: FileHandle, target: Uint8Array, position: numbe
 }
 
 async function readIndex(directory: string): Promise<Map<string, string> | null> {
-  const path = join(directory, INDEX_FILE);
-  let text: string;
+  let handle: FileHandle;
   try {
-    const handle = await open(path, 'r');
-    try {
-      const { size } = await handle.stat();
-      if (size > MAX_INDEX_BYTES)
-        throw new CheckpointError(`${INDEX_FILE}: ${size} bytes, at most ${MAX_INDEX_BYTES} are allowed`);
-      text = await readFile(handle, 'utf8');
-    } finally {
-      await handle.close();
-    }
+    handle = await open(join(directory, INDEX_FILE), READ_FLAGS);
   } catch (cause) {
     if ((cause as NodeJS.ErrnoException).code === 'ENOENT') return null;
-    throw cause;
+    throw new CheckpointError(`${INDEX_FILE}: cannot be opened: ${(cause as Error).message}`, { cause });
   }
-  return parseIndex(text);
+  try {
+    const stats = await handle.stat();
+    if (!stats.isFile()) throw new CheckpointError(`${INDEX_FILE}: is not a regular file`);
+    if (stats.size > MAX_INDEX_BYTES)
+      throw new CheckpointError(`${INDEX_FILE}: ${stats.size} bytes, at most ${MAX_INDEX_BYTES} are allowed`);
+    return parseIndex(await readFile(handle, 'utf8'));
+  } finally {
+    await handle.close();
+  }
 }
 
 /** The index's map of tensor name to shard, checked. Shard names must be plain: a path could lead out of the checkpoint. */

@@ -10,9 +10,15 @@ import type { Device } from '../kernels/device.ts';
 import { decodeBf16, decodeE8m0, type Dtype } from '../kernels/dtype.ts';
 import type { ExpertWeight } from '../kernels/experts.ts';
 import type { LinearWeight } from '../kernels/linear.ts';
-import { allocateTensor, destroyTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { allocateTensor, destroyTensor, tensorBytes, uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
-import { CheckpointError, READ_PIECE_BYTES, type StoredTensor, type TensorSource } from './safetensors.ts';
+import {
+  CheckpointError,
+  READ_PIECE_BYTES,
+  type StoredDtype,
+  type StoredTensor,
+  type TensorSource,
+} from './safetensors.ts';
 
 /** Mixing weights of one hyper-connection. */
 export interface HyperWeights {
@@ -125,7 +131,7 @@ export async function loadWeights(
 /**
  * Check names, shapes and types against the config without reading any tensor.
  *
- * @returns bytes the weights will take on the device.
+ * @returns stored bytes that loading will read, which is what progress counts.
  * @throws CheckpointError as `loadWeights` does.
  */
 export function checkCheckpoint(
@@ -133,14 +139,56 @@ export function checkCheckpoint(
   source: Pick<TensorSource, 'tensors'>,
   options: { mtp?: boolean } = {},
 ): { totalBytes: number } {
-  let totalBytes = 0;
+  const weights = surveyWeights(config, source, options);
+  return { totalBytes: weights.reduce((sum, weight) => sum + weight.storedBytes, 0) };
+}
+
+/** One weight as the checkpoint stores it, its scales included, and what it takes on a device. */
+export interface WeightSummary {
+  /** Official name; the experts of a layer are one weight: `layers.3.ffn.experts.*.w1+w3`. */
+  readonly name: string;
+  /** For people: `MXFP4`, `FP8 (ue8m0 scales)`, `bf16`. */
+  readonly format: string;
+  readonly elements: number;
+  readonly storedBytes: number;
+  readonly deviceBytes: number;
+}
+
+/**
+ * `checkCheckpoint`, telling what was found: every weight that would be loaded, in the order of loading.
+ *
+ * @throws CheckpointError as `loadWeights` does.
+ */
+export function surveyWeights(
+  config: ModelConfig,
+  source: Pick<TensorSource, 'tensors'>,
+  options: { mtp?: boolean } = {},
+): WeightSummary[] {
+  const found = new Map<string, PlaceRequest[]>();
   const inventory = new Inventory(config, source, (request) => {
-    totalBytes += request.parts.reduce((sum, part) => sum + part.byteLength, 0);
+    const weight = request.scaleOf ?? request.label;
+    found.set(weight, [...(found.get(weight) ?? []), request]);
     return { dtype: request.dtype, shape: request.shape, label: request.label } as Tensor;
   });
   describeModel(inventory, config, options.mtp ?? false);
   inventory.finish();
-  return { totalBytes };
+  return [...found].map(([name, requests]) => ({
+    name,
+    format: formatName(requests.map(({ parts }) => parts[0]!.stored.dtype)),
+    elements: requests[0]!.shape.reduce((product, size) => product * size, 1),
+    storedBytes: requests.reduce(
+      (sum, { parts }) => sum + parts.reduce((bytes, part) => bytes + part.byteLength, 0),
+      0,
+    ),
+    deviceBytes: requests.reduce((sum, request) => sum + tensorBytes(request.dtype, request.shape), 0),
+  }));
+}
+
+// By the storage types of the elements and of up to two kinds of scales.
+function formatName([dtype, scale, scale2]: readonly StoredDtype[]): string {
+  if (scale2) return 'NVFP4';
+  if (dtype === 'F8_E4M3') return `FP8 (${scale === 'F32' || scale === 'BF16' ? scale.toLowerCase() : 'ue8m0'} scales)`;
+  return scale ? 'MXFP4' : dtype!.toLowerCase();
 }
 
 // ---------------------------------------------------------------------------------------------------------- names
@@ -187,15 +235,7 @@ const SKIPPED = new Set(['mtp.0.emb.tok_emb.weight', 'mtp.0.head.weight']);
 
 // ------------------------------------------------------------------------------------------------------ inventory
 
-type Conversion =
-  | 'copy'
-  | 'copy-e8m0'
-  | 'copy-e4m3-scale'
-  | 'bf16-f32'
-  | 'f16-f32'
-  | 'e8m0-f32'
-  | 'i64-u32'
-  | 'i32-u32';
+type Conversion = 'copy' | 'bf16-f32' | 'f16-f32' | 'e8m0-f32' | 'i64-u32' | 'i32-u32';
 
 /** A range of a stored tensor that becomes part of a device tensor. */
 interface Part {
@@ -205,6 +245,8 @@ interface Part {
   readonly conversion: Conversion;
   /** Values of a table must be below this. */
   readonly limit?: number;
+  /** Scales must be: one that is not ruins its whole block. */
+  readonly finite?: boolean;
 }
 
 /** A device tensor and the stored ranges that fill it, in order. */
@@ -213,6 +255,8 @@ interface PlaceRequest {
   readonly dtype: Dtype;
   readonly shape: readonly number[];
   readonly parts: readonly Part[];
+  /** Set for scales: the label of the matrix they belong to. */
+  readonly scaleOf?: string;
 }
 
 type Place = (request: PlaceRequest) => Tensor;
@@ -242,8 +286,11 @@ interface ExpertArgs {
 }
 
 const FP8_BLOCK = 128;
+// Elements of one word, which is what the kernels read.
+const FP8_COLUMNS = 4;
 const MXFP4_BLOCK = 32;
 const NVFP4_BLOCK = 16;
+const SCALE_SUFFIXES = ['.scale', '.weight_scale', '.weight_scale_2', '.input_scale'];
 // More faults than this say nothing new.
 const MAX_FAULTS_SHOWN = 12;
 
@@ -398,34 +445,44 @@ class Inventory {
     const [rows, columns] = scale.shape as [number, number];
     const scaleTensor = this.#place({
       label: `${label} scale`,
+      scaleOf: label,
       dtype: scale.dtype,
       shape: stack ? [stack.count, stack.parts * rows, columns] : [rows, columns],
-      parts: matrices.map((matrix) => whole(matrix.scale!.stored, matrix.scale!.conversion)),
+      parts: matrices.map((matrix) => ({ ...whole(matrix.scale!.stored, matrix.scale!.conversion), finite: true })),
     });
     if (!scale2) return { scale: scaleTensor };
     return {
       scale: scaleTensor,
       scale2: this.#place({
         label: `${label} scale 2`,
+        scaleOf: label,
         dtype: 'f32',
         shape: stack ? [stack.count, stack.parts] : [1],
-        parts: matrices.map((matrix) => whole(matrix.scale2!, 'copy')),
+        parts: matrices.map((matrix) => ({ ...whole(matrix.scale2!, 'copy'), finite: true })),
       }),
     };
   }
 
-  // What a matrix is stored as, told by its own dtype and by the scales beside it.
+  // What a matrix is stored as, told by its own dtype and by the scales beside it; null when there is a fault.
   #matrix(base: string, rows: number, columns: number): MatrixFormat | null {
+    const found = this.#storedMatrix(base, rows, columns);
+    // Its fault is noted; that its scales are left over would say the same once more.
+    if (!found) for (const suffix of SCALE_SUFFIXES) this.#used.add(base + suffix);
+    return found;
+  }
+
+  #storedMatrix(base: string, rows: number, columns: number): MatrixFormat | null {
     const name = this.has(base) ? base : `${base}.weight`;
     const dtype = this.#tensors.get(name)?.dtype;
     if (dtype === 'I8' || dtype === 'U8') return this.#fp4(base, name, rows, columns);
+    if (dtype === 'F8_E4M3' && !this.#suits(name, columns, FP8_COLUMNS)) return null;
     const weight = this.#take(name, [rows, columns]);
     if (!weight) return null;
     if (weight.dtype === 'F8_E4M3') {
       const shape = [Math.ceil(rows / FP8_BLOCK), Math.ceil(columns / FP8_BLOCK)];
       const stored = this.#take(`${base}.scale`, shape);
       const conversion = stored && FP8_SCALE_CONVERSIONS[stored.dtype];
-      if (stored && !conversion) this.#mistyped(stored, 'F8_E8M0, F32 or BF16');
+      if (stored && !conversion) this.#mistyped(stored, 'F8_E8M0 (or U8), F32 or BF16');
       if (!stored || !conversion) return null;
       return {
         format: 'e4m3',
@@ -445,12 +502,14 @@ class Inventory {
   }
 
   #fp4(base: string, name: string, rows: number, columns: number): MatrixFormat | null {
+    const nvfp4 = this.has(`${base}.weight_scale_2`);
+    if (!this.#suits(name, columns, nvfp4 ? NVFP4_BLOCK : MXFP4_BLOCK)) return null;
     const weight = this.#take(name, [rows, columns / 2]);
-    if (!this.has(`${base}.weight_scale_2`)) {
+    if (!nvfp4) {
       const shape = [rows, columns / MXFP4_BLOCK];
       const stored = this.#take(`${base}.scale`, shape);
       if (stored && stored.dtype !== 'F8_E8M0' && stored.dtype !== 'U8') {
-        this.#mistyped(stored, 'F8_E8M0');
+        this.#mistyped(stored, 'F8_E8M0 or U8');
         return null;
       }
       if (!weight || !stored) return null;
@@ -459,7 +518,7 @@ class Inventory {
         dtype: 'e2m1',
         conversion: 'copy',
         weight,
-        scale: { stored, dtype: 'e8m0', conversion: 'copy-e8m0', shape },
+        scale: { stored, dtype: 'e8m0', conversion: 'copy', shape },
       };
     }
     const shape = [rows, columns / NVFP4_BLOCK];
@@ -478,7 +537,7 @@ class Inventory {
       dtype: 'e2m1',
       conversion: 'copy',
       weight,
-      scale: { stored, dtype: 'e4m3', conversion: 'copy-e4m3-scale', shape },
+      scale: { stored, dtype: 'e4m3', conversion: 'copy', shape },
       scale2,
     };
   }
@@ -495,6 +554,15 @@ class Inventory {
     return null;
   }
 
+  // Whether rows of this many elements can be decoded: blocks and words must not reach into the next row.
+  #suits(name: string, columns: number, multiple: number): boolean {
+    if (columns % multiple === 0) return true;
+    const stored = this.#tensors.get(name)!;
+    this.#used.add(name);
+    this.#faults.push(`${stored.name} is ${stored.dtype} in rows of ${columns}, a multiple of ${multiple} is needed`);
+    return false;
+  }
+
   #mistyped(stored: StoredTensor, expected: string): void {
     this.#faults.push(`${stored.name} is ${stored.dtype}, expected ${expected}`);
   }
@@ -503,7 +571,8 @@ class Inventory {
 type Conversions = Partial<Record<StoredTensor['dtype'], Conversion>>;
 const FLOAT_CONVERSIONS: Conversions = { F32: 'copy', BF16: 'bf16-f32', F16: 'f16-f32' };
 const MATRIX_CONVERSIONS: Conversions = { F32: 'copy', BF16: 'copy', F16: 'f16-f32' };
-const FP8_SCALE_CONVERSIONS: Conversions = { F8_E8M0: 'e8m0-f32', F32: 'copy', BF16: 'bf16-f32' };
+// U8: what tools write that have no type for exponents.
+const FP8_SCALE_CONVERSIONS: Conversions = { F8_E8M0: 'e8m0-f32', U8: 'e8m0-f32', F32: 'copy', BF16: 'bf16-f32' };
 
 function whole(stored: StoredTensor, conversion: Conversion): Part {
   return { stored, offset: 0, byteLength: stored.end - stored.start, conversion };
@@ -701,17 +770,11 @@ class Uploader {
 // A piece of a stored tensor as the device wants it. Pieces start at a multiple of 16 MiB, so elements are never cut.
 function convert(part: Part, piece: Uint8Array): Uint8Array {
   const fault = (problem: string): CheckpointError => new CheckpointError(`${part.stored.name}: ${problem}`);
+  if (part.finite) checkScales(part.stored.dtype, piece, fault);
   switch (part.conversion) {
     case 'copy':
       return piece;
-    case 'copy-e8m0':
-      if (piece.includes(0xff)) throw fault('a scale is NaN (e8m0 byte 255)');
-      return piece;
-    case 'copy-e4m3-scale':
-      if (piece.includes(0x7f) || piece.includes(0xff)) throw fault('a scale is NaN (e4m3 byte 127 or 255)');
-      return piece;
     case 'e8m0-f32':
-      if (piece.includes(0xff)) throw fault('a scale is NaN (e8m0 byte 255)');
       return bytesOf(Float32Array.from(piece, decodeE8m0));
     case 'bf16-f32':
       return bytesOf(
@@ -730,6 +793,19 @@ function convert(part: Part, piece: Uint8Array): Uint8Array {
       return bytesOf(checkedIds(Array.from(wide, Number), part.limit!, fault));
     }
   }
+}
+
+// Exponents have one code that is no number, e4m3 has two; floats of either width have all exponent bits set then.
+function checkScales(dtype: StoredDtype, piece: Uint8Array, fault: (problem: string) => CheckpointError): void {
+  if (dtype === 'F32') {
+    const scales = new Float32Array(piece.buffer, piece.byteOffset, piece.byteLength / 4);
+    if (!scales.every(Number.isFinite)) throw fault('a scale is not a finite number');
+  } else if (dtype === 'BF16') {
+    const scales = new Uint16Array(piece.buffer, piece.byteOffset, piece.byteLength / 2);
+    if (scales.some((bits) => (bits & 0x7f80) === 0x7f80)) throw fault('a scale is not a finite number');
+  } else if (dtype === 'F8_E4M3') {
+    if (piece.includes(0x7f) || piece.includes(0xff)) throw fault('a scale is NaN (e4m3 byte 127 or 255)');
+  } else if (piece.includes(0xff)) throw fault('a scale is NaN (e8m0 byte 255)');
 }
 
 function checkedIds(

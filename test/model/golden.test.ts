@@ -152,13 +152,22 @@ describe('generated checkpoints in every format', () => {
     num_hash_layers: 1,
   });
   const ids = Array.from({ length: 70 }, (_, index) => (index * index * 31 + index * 17 + 5) % 80);
-  const formats: Record<string, StorageFormats> = {
+  // Layers 0 to 3 as the releases have them, and no two linears of a layer alike.
+  const mixed = (name: string): StorageFormats => {
+    const layer = Number(/layers\.(\d)/.exec(name)?.[1] ?? 0);
+    const linears = (['fp8', 'fp8-f32-scales', 'plain'] as const)[name.length % 3]!;
+    const experts = (['mxfp4', 'nvfp4', 'fp8-f32-scales', 'fp8'] as const)[layer]!;
+    return { plain: layer === 1 ? 'F32' : 'BF16', linears, experts };
+  };
+  const formats: Record<string, StorageFormats | typeof mixed> = {
     'f16 throughout': { plain: 'F16', linears: 'plain', experts: 'plain' },
     'bf16 throughout': { plain: 'BF16', linears: 'plain', experts: 'plain' },
     'FP8 with power-of-two scales': { plain: 'BF16', linears: 'fp8', experts: 'fp8' },
     'FP8 with f32 scales, bf16 experts': { plain: 'BF16', linears: 'fp8-f32-scales', experts: 'plain' },
     'MXFP4 experts': { plain: 'BF16', linears: 'fp8', experts: 'mxfp4' },
     'NVFP4 experts': { plain: 'BF16', linears: 'fp8', experts: 'nvfp4' },
+    'FP8 experts with f32 scales': { plain: 'BF16', linears: 'fp8', experts: 'fp8-f32-scales' },
+    'every format in one checkpoint': mixed,
   };
   for (const [name, format] of Object.entries(formats)) {
     test(`${name}: the kernels agree with the plain reference`, async (t) => {

@@ -9,12 +9,14 @@ import { parseModelConfig } from '../../model/config.ts';
 import { createKvCache } from '../../model/kv-cache.ts';
 import { memorySource, openCheckpoint, type TensorSource } from '../../model/safetensors.ts';
 import { forward } from '../../model/transformer.ts';
-import { loadWeights } from '../../model/weights.ts';
+import { loadWeights, surveyWeights } from '../../model/weights.ts';
 import {
   fuseExperts,
   generateCheckpoint,
   safetensorsBytes,
+  savedName,
   transformersName,
+  type StorageFormats,
   type StoredEntry,
 } from '../support/checkpoints.ts';
 import { createTestCache, openTestModel, prefillLogits } from '../support/engine.ts';
@@ -65,6 +67,14 @@ async function logitsOf(source: TensorSource): Promise<Float32Array[]> {
 const root = mkdtempSync(join(tmpdir(), 'handoff-weights-'));
 after(() => rmSync(root, { recursive: true }));
 
+test('a checkpoint that transformers saved, FP8 and MXFP4, computes the same bits as the official one', async () => {
+  const { entries } = generateCheckpoint(config, { plain: 'BF16', linears: 'fp8', experts: 'mxfp4' });
+  const official = await logitsOf(memorySource(entries));
+  const saved = entries.map((entry): StoredEntry => ({ ...entry, name: savedName(entry.name) }));
+  const rows = await logitsOf(memorySource(saved));
+  for (const [position, row] of rows.entries()) assertSameBits(row, official[position]!, `position ${position}`);
+});
+
 test('a checkpoint of transformers, experts fused, in shards, computes the same bits as the official one', async () => {
   const { entries } = generateCheckpoint(config, { plain: 'BF16', linears: 'plain', experts: 'plain' });
   const official = await logitsOf(memorySource(entries));
@@ -97,21 +107,69 @@ describe('loading', () => {
     assert.equal(without.mtp, null);
     assert.ok(progress.every(({ done }, index) => index === 0 || done > progress[index - 1]!.done));
     assert.equal(progress.at(-1)!.done, progress.at(-1)!.total);
+    const before = device.allocatedBytes;
     assert.ok((await loadWeights(device, config, memorySource(entries), { mtp: true })).mtp);
+    const survey = surveyWeights(config, memorySource(entries), { mtp: true });
+    const surveyed = survey.reduce((sum, weight) => sum + weight.deviceBytes, 0);
+    assert.equal(device.allocatedBytes - before, surveyed, 'the survey knows what the weights take');
   });
 
-  const damages: [name: string, tensor: string, value: number, message: RegExp][] = [
-    ['an FP8 scale that is NaN', 'layers.0.attn.wq_a.scale', 0xff, /layers\.0\.attn\.wq_a\.scale: a scale is NaN/],
-    ['an FP4 scale that is NaN', 'layers.1.ffn.experts.2.w3.scale', 0xff, /experts\.2\.w3\.scale: a scale is NaN/],
-    ['a token table that names an expert too many', 'layers.0.ffn.gate.tid2eid', 3, /tid2eid: entry 3 is not below 3/],
+  const f32Nan = [0, 0, 0xc0, 0x7f];
+  const f32Infinity = [0, 0, 0x80, 0x7f];
+  const base: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'fp8-f32-scales' };
+  const nvfp4: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'nvfp4' };
+  const damages: [name: string, formats: StorageFormats, tensor: string, first: number[], message: RegExp][] = [
+    [
+      'an FP8 scale that is NaN',
+      quantised,
+      'layers.0.attn.wq_a.scale',
+      [0xff],
+      /layers\.0\.attn\.wq_a\.scale: a scale is NaN/,
+    ],
+    [
+      'an f32 scale that is NaN',
+      base,
+      'layers.1.ffn.experts.2.w2.scale',
+      f32Nan,
+      /experts\.2\.w2\.scale: a scale is not a finite number/,
+    ],
+    [
+      'an MXFP4 scale that is NaN',
+      quantised,
+      'layers.1.ffn.experts.2.w3.scale',
+      [0xff],
+      /experts\.2\.w3\.scale: a scale is NaN/,
+    ],
+    [
+      'an NVFP4 scale that is NaN',
+      nvfp4,
+      'layers.1.ffn.experts.2.w3.weight_scale',
+      [0x7f],
+      /experts\.2\.w3\.weight_scale: a scale is NaN/,
+    ],
+    [
+      'an infinite second scale',
+      nvfp4,
+      'layers.1.ffn.experts.2.w3.weight_scale_2',
+      f32Infinity,
+      /experts\.2\.w3\.weight_scale_2: a scale is not a finite number/,
+    ],
+    [
+      'a token table that names an expert too many',
+      quantised,
+      'layers.0.ffn.gate.tid2eid',
+      [3],
+      /tid2eid: entry 3 is not below 3/,
+    ],
   ];
-  for (const [name, tensor, value, message] of damages) {
+  for (const [name, formats, tensor, first, message] of damages) {
     test(`refuses ${name}, and keeps no memory`, async () => {
-      const { entries } = generateCheckpoint(config, quantised);
+      const { entries } = generateCheckpoint(config, formats);
+      assert.ok(entries.some((entry) => entry.name === tensor));
       const damaged = entries.map((entry) => {
         if (entry.name !== tensor) return entry;
         const bytes = entry.bytes.slice();
-        bytes[0] = value;
+        bytes.set(first);
         return { ...entry, bytes };
       });
       const before = device.allocatedBytes;

@@ -21,7 +21,7 @@ export interface StoredEntry {
 export interface StorageFormats {
   readonly plain: 'F32' | 'BF16' | 'F16';
   readonly linears: 'plain' | 'fp8' | 'fp8-f32-scales';
-  readonly experts: 'plain' | 'fp8' | 'mxfp4' | 'nvfp4';
+  readonly experts: 'plain' | 'fp8' | 'fp8-f32-scales' | 'mxfp4' | 'nvfp4';
 }
 
 /** A generated checkpoint, and the numbers that its bytes mean. */
@@ -119,10 +119,10 @@ function generatedRange(name: string, lastSize: number): [scale: number, offset:
   return [4 / Math.sqrt(lastSize), 0];
 }
 
-/** Generate every tensor of the config and store it in the given formats. */
+/** Generate every tensor of the config and store it in the given formats, all alike or each by its name. */
 export function generateCheckpoint(
   config: ModelConfig,
-  formats: StorageFormats,
+  formats: StorageFormats | ((name: string) => StorageFormats),
   options: { mtp?: boolean } = {},
 ): GeneratedCheckpoint {
   const entries: StoredEntry[] = [];
@@ -130,7 +130,12 @@ export function generateCheckpoint(
   for (const [name, shape] of officialShapes(config, options)) {
     const stored = name.endsWith('tid2eid')
       ? storeTable(config, name, shape)
-      : storeMatrix(name, shape, generatedValues(name, shape), formatOf(name, shape, formats));
+      : storeMatrix(
+          name,
+          shape,
+          generatedValues(name, shape),
+          formatOf(name, shape, typeof formats === 'function' ? formats(name) : formats),
+        );
     entries.push(...stored.entries);
     weights.set(name, { shape, values: stored.values });
   }
@@ -344,6 +349,15 @@ export function transformersName(official: string): string {
     .replace('.w3.', '.up_proj.')
     .replace('.w2.', '.down_proj.')
     .replace(/(?<!_hc)\.scale$/, '.weight_scale_inv');
+}
+
+/** The official name as transformers spells it in what `save_pretrained` writes: section 2.2 of the model description. */
+export function savedName(official: string): string {
+  if (official.startsWith('head.')) return official;
+  return `model.${official}`
+    .replace('model.embed.', 'model.embed_tokens.')
+    .replace('model.hc_head_', 'model.hc_head.hc_')
+    .replace('.attn.kv_norm.', '.attn.norm.');
 }
 
 /** Expert matrices in the two tensors that transformers keeps them in, under its names; the other tensors as they are. */

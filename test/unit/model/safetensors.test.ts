@@ -1,5 +1,6 @@
 /** Checkpoint files from strangers: sound ones are read, damaged and hostile ones refused before any tensor is touched. */
 import assert from 'node:assert/strict';
+import { execFileSync } from 'node:child_process';
 import { mkdtempSync, openSync, closeSync, ftruncateSync, rmSync, writeFileSync, writeSync, mkdirSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
@@ -84,6 +85,19 @@ describe('a sound checkpoint', () => {
     await source.close();
   });
 
+  test('that ends after its header is listed when that is enough, and says what is missing', async () => {
+    const whole = safetensorsBytes([entry('a', 5), entry('b', 3)]);
+    const directory = directoryWith({ 'model.safetensors': whole.subarray(0, whole.byteLength - 8) });
+    await assert.rejects(openCheckpoint(directory), /tensor b ends at byte \d+, the file has \d+: it is cut short/);
+    const source = await openCheckpoint(directory, { headersOnly: true });
+    assert.deepEqual([...source.tensors.keys()], ['a', 'b']);
+    assert.deepEqual(source.files, [
+      { name: 'model.safetensors', byteLength: whole.byteLength - 8, completeBytes: whole.byteLength },
+    ]);
+    await assert.rejects(source.read(source.tensors.get('b')!, 0, new Uint8Array(3)), /ended at byte/);
+    await source.close();
+  });
+
   test('in memory behaves alike', async () => {
     const source = memorySource([entry('a', 4)]);
     const bytes = new Uint8Array(2);
@@ -134,6 +148,14 @@ describe('a hostile file is refused:', () => {
     mkdirSync(join(directory, 'model.safetensors'));
     await assert.rejects(openCheckpoint(directory), /not a regular file/);
   });
+
+  test('a pipe, which nobody writes into', async () => {
+    for (const name of ['model.safetensors', 'model.safetensors.index.json']) {
+      const directory = directoryWith({});
+      execFileSync('mkfifo', [join(directory, name)]);
+      await assert.rejects(openCheckpoint(directory), /not a regular file/);
+    }
+  });
 });
 
 describe('an index is refused', () => {
@@ -174,6 +196,16 @@ describe('an index is refused', () => {
       'model.safetensors.index.json': JSON.stringify({ weight_map: { a: 'one.safetensors', b: 'two.safetensors' } }),
     });
     await assert.rejects(openCheckpoint(twice), /tensor a is also in one/);
+  });
+
+  test('when it is a folder', async () => {
+    const directory = directoryWith({ 'model.safetensors': safetensorsBytes([entry('a', 1)]) });
+    mkdirSync(join(directory, 'model.safetensors.index.json'));
+    await assert.rejects(openCheckpoint(directory), (error) => {
+      assert.ok(error instanceof CheckpointError, String(error));
+      assert.match(error.message, /model\.safetensors\.index\.json: is not a regular file/);
+      return true;
+    });
   });
 
   test('when it is no JSON or has no map', () => {

@@ -1,15 +1,18 @@
 /** Names and inventory of a checkpoint, without a device: what fits is accepted in any spelling, what does not is named. */
 import assert from 'node:assert/strict';
 import { describe, test } from 'node:test';
-import { parseModelConfig } from '../../../model/config.ts';
-import { memorySource } from '../../../model/safetensors.ts';
-import { checkCheckpoint, officialName } from '../../../model/weights.ts';
+import { fileURLToPath } from 'node:url';
+import { loadModelConfig, parseModelConfig } from '../../../model/config.ts';
+import { memorySource, openCheckpoint } from '../../../model/safetensors.ts';
+import { checkCheckpoint, officialName, surveyWeights } from '../../../model/weights.ts';
 import {
   generateCheckpoint,
+  savedName,
   transformersName,
   type StorageFormats,
   type StoredEntry,
 } from '../../support/checkpoints.ts';
+import { releaseHeaders } from '../../support/headers.ts';
 
 const config = parseModelConfig({
   vocab_size: 8,
@@ -67,6 +70,8 @@ describe('names', () => {
       'model.layers.0.ffn.experts.7.w2.weight': 'layers.0.ffn.experts.7.w2.weight',
     };
     for (const [name, official] of Object.entries(saved)) assert.equal(officialName(name), official);
+    for (const { name } of entriesIn({ plain: 'BF16', linears: 'fp8', experts: 'mxfp4' }))
+      assert.equal(officialName(savedName(name)), name);
   });
 });
 
@@ -77,6 +82,7 @@ describe('a checkpoint fits', () => {
     'FP8 and MXFP4': { plain: 'BF16', linears: 'fp8', experts: 'mxfp4' },
     'FP8 and NVFP4': { plain: 'BF16', linears: 'fp8', experts: 'nvfp4' },
     'FP8 with f32 scales': { plain: 'F32', linears: 'fp8-f32-scales', experts: 'fp8' },
+    'FP8, its experts with f32 scales': { plain: 'BF16', linears: 'fp8', experts: 'fp8-f32-scales' },
   };
   for (const [name, format] of Object.entries(formats)) {
     test(`in ${name}, with and without its draft block`, () => {
@@ -102,6 +108,50 @@ describe('a checkpoint fits', () => {
       });
     }
     assert.equal(check(fused).totalBytes, check(entries).totalBytes);
+  });
+});
+
+describe('the survey of a checkpoint', () => {
+  const summary = (format: StorageFormats, name: string): { format: string; elements: number; storedBytes: number } => {
+    const found = surveyWeights(config, memorySource(entriesIn(format))).find((weight) => weight.name === name);
+    assert.ok(found, name);
+    return { format: found.format, elements: found.elements, storedBytes: found.storedBytes };
+  };
+
+  test('tells the format of each weight, its elements and its bytes', () => {
+    const quantised: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'nvfp4' };
+    // 2 experts x 2 matrices x 32 x 32: half a byte each, one byte for 16, 4 bytes a matrix.
+    assert.deepEqual(summary(quantised, 'layers.1.ffn.experts.*.w1+w3'), {
+      format: 'NVFP4',
+      elements: 4096,
+      storedBytes: 2048 + 256 + 16,
+    });
+    assert.deepEqual(summary({ ...quantised, experts: 'mxfp4' }, 'layers.1.ffn.experts.*.w2'), {
+      format: 'MXFP4',
+      elements: 2048,
+      storedBytes: 1024 + 64,
+    });
+    assert.deepEqual(summary(quantised, 'layers.1.attn.wq_a'), {
+      format: 'FP8 (ue8m0 scales)',
+      elements: 8 * 32,
+      storedBytes: 8 * 32 + 1,
+    });
+    const base: StorageFormats = { ...quantised, experts: 'fp8-f32-scales' };
+    assert.equal(summary(base, 'layers.1.ffn.experts.*.w2').format, 'FP8 (f32 scales)');
+    assert.deepEqual(summary(quantised, 'embed'), { format: 'bf16', elements: 8 * 32, storedBytes: 2 * 8 * 32 });
+    assert.equal(summary(quantised, 'layers.0.ffn.gate.tid2eid').format, 'i64');
+  });
+
+  test('needs nothing but headers, which this generator writes like the exporter of the embedded model', async () => {
+    const directory = fileURLToPath(new URL('../../../model/nano', import.meta.url));
+    const source = await openCheckpoint(directory);
+    await source.close();
+    const line = ({ name, dtype, shape }: { name: string; dtype: string; shape: readonly number[] }): string =>
+      `${name} ${dtype} [${shape}]`;
+    assert.deepEqual(
+      releaseHeaders(loadModelConfig(directory), 'mxfp4').map(line).toSorted(),
+      [...source.tensors.values()].map(line).toSorted(),
+    );
   });
 });
 
@@ -158,6 +208,29 @@ describe('a checkpoint that does not fit is refused:', () => {
   for (const [name, entries, message, options] of cases) {
     test(name, () => assert.throws(() => check(entries, options), message));
   }
+
+  test('a fault once: scales of a matrix that is wrong are not superfluous as well', () => {
+    const faultsOf = (entries: StoredEntry[]): string[] => {
+      try {
+        check(entries);
+      } catch (error) {
+        return (error as Error).message.split('\n').slice(1);
+      }
+      return [];
+    };
+    assert.equal(faultsOf(change('layers.0.attn.wkv.weight', { dtype: 'F8_E5M2' })).length, 1);
+    assert.equal(faultsOf(drop('layers.1.ffn.experts.1.w3.weight')).length, 1);
+  });
+
+  test('rows that no kernel can decode', () => {
+    const narrow = { ...config, hiddenSize: 34 };
+    const checkNarrow = (formats: StorageFormats): unknown =>
+      checkCheckpoint(narrow, memorySource(generateCheckpoint(config, formats).entries));
+    const linears: StorageFormats = { plain: 'BF16', linears: 'fp8', experts: 'plain' };
+    assert.throws(() => checkNarrow(linears), /wq_a\.weight is F8_E4M3 in rows of 34, a multiple of 4 is needed/);
+    const experts: StorageFormats = { plain: 'BF16', linears: 'plain', experts: 'mxfp4' };
+    assert.throws(() => checkNarrow(experts), /w1\.weight is I8 in rows of 34, a multiple of 32 is needed/);
+  });
 
   test('with all faults at once, and not without end', () => {
     assert.throws(() => check([]), /embed\.weight.*\n.*layers\.0\.hc_attn_fn[\s\S]*and \d+ more/);
