@@ -120,6 +120,30 @@ export async function openDevice(options: { adapterName?: string } = {}): Promis
   return device;
 }
 
+/**
+ * A device without an adapter that counts what is allocated on it, for whoever wants to know what something would take.
+ * Buffers on it have no memory, writes to them are dropped, and nothing can run.
+ */
+export function countingDevice(): Device {
+  Object.assign(globalThis, globals); // the flags that name a buffer's usage
+  const buffer = { destroy: () => {} } as GPUBuffer;
+  return {
+    gpu: { createBuffer: () => buffer } as unknown as GPUDevice,
+    queue: { writeBuffer: () => {}, submit: () => {} } as unknown as GPUQueue,
+    info: { name: 'none', vendor: '', architecture: '', software: false },
+    limits: {
+      maxBufferSize: Number.MAX_SAFE_INTEGER,
+      maxStorageBufferBindingSize: Number.MAX_SAFE_INTEGER,
+    } as GPUSupportedLimits,
+    features: new Set(),
+    lost: new Promise<never>(() => {}),
+    allocatedBytes: 0,
+    pipelines: new Map(),
+    uniforms: new Map(),
+    close: () => {},
+  };
+}
+
 // How long Dawn may poll at full speed before it is slowed to once a millisecond.
 const EAGER_POLL_MS = 0.5;
 let polling = false;

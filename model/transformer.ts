@@ -19,7 +19,7 @@ import { allocateMtpWorkspace, recordMtpInput, type MtpWorkspace } from './mtp.t
 import { ReadbackPool } from './readback.ts';
 import { openCheckpoint, type TensorSource } from './safetensors.ts';
 import { loadWeights, type ModelWeights } from './weights.ts';
-import { allocateWorkspace, modelLimits, type ModelLimits, type Workspace } from './workspace.ts';
+import { allocateWorkspace, modelLimits, writeRopeTables, type ModelLimits, type Workspace } from './workspace.ts';
 
 /** A model on a device, ready to run. Owns the device memory of its weights and workspace. */
 export interface Model {
@@ -107,6 +107,7 @@ export async function createModel(
   });
   const limits = modelLimits(config, options);
   const workspace = allocateWorkspace(device, config, limits);
+  writeRopeTables(device, config, workspace);
   const mtpWorkspace = weights.mtp ? allocateMtpWorkspace(device, config, limits) : null;
   const model: Model = { device, config, limits, weights, workspace, mtpWorkspace, readback: new ReadbackPool(device) };
   await warmPipelines(model, onProgress);

@@ -129,13 +129,16 @@ export function modelLimits(
   };
 }
 
-/** Allocate everything. It lives as long as the device. */
+/** Allocate everything. It lives as long as the device. The rotation tables are still to be filled: `writeRopeTables`. */
 export function allocateWorkspace(device: Device, config: ModelConfig, limits: ModelLimits): Workspace {
   const { maxRows, maxSequences, maxSampled, maxPages } = limits;
   const { hiddenSize, streams, vocabSize } = config;
   const allocate = (label: string, shape: readonly number[], dtype: Dtype = 'f32'): Tensor =>
     allocateTensor(device, { shape, dtype, label });
-  const frequencies = ropeFrequencies(config);
+  const rope = (name: string): RopeTable => {
+    const shape = [limits.maxPositions, config.ropeDim / 2];
+    return { cos: allocate(`rope ${name} cos`, shape), sin: allocate(`rope ${name} sin`, shape) };
+  };
   return {
     limits,
     steps: {
@@ -146,8 +149,8 @@ export function allocateWorkspace(device: Device, config: ModelConfig, limits: M
       sampled: allocate('sampled', [maxSampled], 'u32'),
       sampling: allocate('sampling', [maxSampled, SAMPLING_WORDS], 'u32'),
     },
-    ropeMain: uploadRopeTable(device, frequencies.main, limits.maxPositions, 'main'),
-    ropeCompressed: uploadRopeTable(device, frequencies.compressed, limits.maxPositions, 'compressed'),
+    ropeMain: rope('main'),
+    ropeCompressed: rope('compressed'),
     streams: allocate('streams', [maxRows, streams, hiddenSize]),
     mix: allocate('mix', [maxRows, (2 + streams) * streams]),
     post: allocate('post', [maxRows, streams]),
@@ -266,21 +269,31 @@ export function ropeFrequencies(config: ModelConfig): { main: Float32Array; comp
   return { main: plain(ropeTheta), compressed };
 }
 
-function uploadRopeTable(device: Device, frequencies: Float32Array, maxPositions: number, name: string): RopeTable {
-  const pairs = frequencies.length;
-  const cos = new Float32Array(maxPositions * pairs);
-  const sin = new Float32Array(maxPositions * pairs);
-  for (let position = 0; position < maxPositions; position++) {
-    for (let pair = 0; pair < pairs; pair++) {
-      const angle = Math.fround(position * frequencies[pair]!);
-      cos[position * pairs + pair] = Math.cos(angle);
-      sin[position * pairs + pair] = Math.sin(angle);
+// Positions whose angles are made at once: their host memory does not grow with the longest sequence.
+const ROPE_BLOCK_POSITIONS = 16_384;
+
+/** Fill the rotation tables, once, before the first step. */
+export function writeRopeTables(device: Device, config: ModelConfig, workspace: Workspace): void {
+  const frequencies = ropeFrequencies(config);
+  writeRopeTable(device, workspace.ropeMain, frequencies.main);
+  writeRopeTable(device, workspace.ropeCompressed, frequencies.compressed);
+}
+
+function writeRopeTable(device: Device, table: RopeTable, frequencies: Float32Array): void {
+  const [maxPositions = 0, pairs = 0] = table.cos.shape;
+  for (let start = 0; start < maxPositions; start += ROPE_BLOCK_POSITIONS) {
+    const positions = Math.min(ROPE_BLOCK_POSITIONS, maxPositions - start);
+    const cos = new Float32Array(positions * pairs);
+    const sin = new Float32Array(positions * pairs);
+    for (let position = 0; position < positions; position++) {
+      for (let pair = 0; pair < pairs; pair++) {
+        const angle = Math.fround((start + position) * frequencies[pair]!);
+        cos[position * pairs + pair] = Math.cos(angle);
+        sin[position * pairs + pair] = Math.sin(angle);
+      }
     }
+    const offsetBytes = start * pairs * Float32Array.BYTES_PER_ELEMENT;
+    uploadTensor(device, table.cos, cos, offsetBytes);
+    uploadTensor(device, table.sin, sin, offsetBytes);
   }
-  const upload = (label: string, values: Float32Array): Tensor => {
-    const tensor = allocateTensor(device, { shape: [maxPositions, pairs], dtype: 'f32', label });
-    uploadTensor(device, tensor, values);
-    return tensor;
-  };
-  return { cos: upload(`rope ${name} cos`, cos), sin: upload(`rope ${name} sin`, sin) };
 }
