@@ -3,8 +3,9 @@
  *
  * The model was trained on prompts rendered in Python, so `{"a":1.0}` must reach it as `{"a": 1.0}`. JSON.parse loses
  * what that needs: number texts (1.0, 1e5, integers past 2^53) and the order of integer-like keys. Hence a reader that
- * keeps both. Values that JSON.parse has already read (`jsonFromValue`) are spelled as well as what is left allows:
- * 1.0 has become 1, and integer-like keys stand first.
+ * keeps both. Most code wants plain values, though: `parseJsonValue` returns what JSON.parse returns and remembers what
+ * was lost beside it, so that `jsonFromValue` spells these objects as they came. Values from elsewhere are spelled as
+ * well as what is left allows: 1.0 has become 1, and integer-like keys stand first.
  */
 
 /** A JSON value with its number texts and key order. A repeated key has its first place and its last value. */
@@ -27,9 +28,54 @@ export function parseJson(text: string): Json {
   return value;
 }
 
+/** Objects and arrays of parseJsonValue whose number texts or key order JSON.parse has lost, as they were written. */
+const spellings = new WeakMap<object, Json>();
+
+/** Texts without any of these lose nothing: no fraction, exponent, integer past 2^53 or key that looks like an integer. */
+const MAY_LOSE = /\d[.eE]|\d{16}|"\d+"\s*:/;
+
 /**
- * The same for a value that JSON.parse returned. Members that are undefined are left out, as JSON.stringify does.
- * Throws SyntaxError for what JSON cannot hold and for values nested beyond MAX_JSON_DEPTH.
+ * What JSON.parse returns for `text`. For as long as the objects and arrays in it are not changed, jsonFromValue gives
+ * them their number texts and key order back. Throws SyntaxError like parseJson.
+ */
+export function parseJsonValue(text: string): unknown {
+  const value = JSON.parse(text) as unknown;
+  if (MAY_LOSE.test(text)) rememberSpelling(value, parseJson(text));
+  return value;
+}
+
+/** Remember every object and array below `value` that would be spelled unlike `json`; returns whether `value` would be. */
+function rememberSpelling(value: unknown, json: Json): boolean {
+  let isLossy = false;
+  switch (json.kind) {
+    case 'literal':
+    case 'string':
+      return false;
+    case 'number':
+      return pythonNumber(numberText(value as number)) !== pythonNumber(json.text);
+    case 'array':
+      for (const [index, item] of json.items.entries()) {
+        if (rememberSpelling((value as unknown[])[index], item)) isLossy = true;
+      }
+      break;
+    case 'object': {
+      const keys = Object.keys(value as object);
+      for (const [index, [key, member]] of [...json.members].entries()) {
+        if (keys[index] !== key) isLossy = true;
+        if (rememberSpelling((value as Record<string, unknown>)[key], member)) isLossy = true;
+      }
+      break;
+    }
+    default:
+      json satisfies never;
+  }
+  if (isLossy) spellings.set(value as object, json);
+  return isLossy;
+}
+
+/**
+ * The same for a value that JSON.parse or parseJsonValue returned. Members that are undefined are left out, as
+ * JSON.stringify does. Throws SyntaxError for what JSON cannot hold and for values nested beyond MAX_JSON_DEPTH.
  */
 export function jsonFromValue(value: unknown, depth = 0): Json {
   if (depth > MAX_JSON_DEPTH) throw new SyntaxError(`JSON nested deeper than ${MAX_JSON_DEPTH} levels`);
@@ -42,6 +88,8 @@ export function jsonFromValue(value: unknown, depth = 0): Json {
     case 'number':
       return { kind: 'number', text: numberText(value) };
     case 'object': {
+      const spelled = spellings.get(value);
+      if (spelled !== undefined) return spelled;
       if (Array.isArray(value)) {
         return { kind: 'array', items: value.map((item: unknown) => jsonFromValue(item, depth + 1)) };
       }
@@ -166,12 +214,20 @@ function readArray(reader: Reader, depth: number): Json {
 function readString(reader: Reader): string {
   const start = reader.offset;
   if (reader.text[start] !== '"') throw unexpected(reader);
-  // A loop, not a pattern: (?:[^"\\]|\\.)* overflows the matcher's stack on a string of some megabytes.
-  let end = start + 1;
-  while (end < reader.text.length && reader.text[end] !== '"') end += reader.text[end] === '\\' ? 2 : 1;
-  reader.offset = Math.min(end + 1, reader.text.length);
+  // A search, not a pattern: (?:[^"\\]|\\.)* overflows the matcher's stack on a string of some megabytes.
+  let end = start;
+  do end = reader.text.indexOf('"', end + 1);
+  while (end !== -1 && isEscaped(reader.text, end));
+  reader.offset = end === -1 ? reader.text.length : end + 1;
   // JSON.parse checks the escapes, the control characters and the closing quote.
   return JSON.parse(reader.text.slice(start, reader.offset)) as string;
+}
+
+/** Whether an odd number of backslashes stands before `offset`. */
+function isEscaped(text: string, offset: number): boolean {
+  let start = offset;
+  while (text[start - 1] === '\\') start--;
+  return (offset - start) % 2 === 1;
 }
 
 /** Take `char` after whitespace, if it comes next. */

@@ -1,13 +1,22 @@
 /**
  * Text to token ids and back, from a checkpoint's tokenizer.json.
  *
- * The work is done by `@huggingface/tokenizers`; this file fixes the options that would change the text, looks
- * special tokens up by their text (their ids differ between checkpoints) and adds the incremental detokenizer.
- * Only byte-level BPE tokenizers are accepted: the detokenizer needs the bytes of every token.
+ * The work is done by `@huggingface/tokenizers`; this file decides which text may become special tokens, looks them
+ * up by their text (their ids differ between checkpoints) and adds the incremental detokenizer. Only byte-level BPE
+ * tokenizers are accepted: decoding needs the bytes of every token.
  */
 import { readFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { Tokenizer as HuggingFaceTokenizer } from '@huggingface/tokenizers';
+
+/**
+ * A stretch of a prompt. In a trusted one, written by this server or by the checkpoint's authors, the texts of special
+ * tokens become these tokens; in one that came from outside they stay plain text, whatever they say.
+ */
+export interface PromptPiece {
+  readonly text: string;
+  readonly trusted: boolean;
+}
 
 /** A loaded tokenizer. Immutable; may be shared by any number of requests. */
 export interface Tokenizer {
@@ -17,8 +26,11 @@ export interface Tokenizer {
   readonly bosId: number;
   /** Id of the end-of-sequence token. */
   readonly eosId: number;
-  /** Token ids of `text`. Texts of added tokens become their ids; nothing is added. Blocks: about 2 µs a character. */
-  encode(text: string): number[];
+  /**
+   * Token ids of `prompt`; a string is one trusted piece. Only added tokens split the text: pieces are joined before the
+   * rest is cut into words, so their borders leave no trace. Nothing is added. Blocks: about 2 µs a character.
+   */
+  encode(prompt: string | readonly PromptPiece[]): number[];
   /**
    * Text of `ids`; bytes that are not UTF-8 become U+FFFD. Ids without a token decode to nothing, as in the Rust
    * library. Special tokens are written out unless `skipSpecialTokens`: the chat parser needs them.
@@ -51,39 +63,70 @@ export function loadTokenizer(dir: string): Tokenizer {
   if (file.decoder?.type !== 'ByteLevel') {
     throw new Error(`${dir}/tokenizer.json: expected a ByteLevel decoder, found ${file.decoder?.type ?? 'none'}`);
   }
-  const inner = new HuggingFaceTokenizer(file, config);
+  // Without its added tokens the library never reads one out of a text: that is decided here, piece by piece.
+  const inner = new HuggingFaceTokenizer({ ...file, added_tokens: [] }, config);
   const added = new Map(file.added_tokens.map((token) => [token.id, token]));
+  const addedIds = new Map(file.added_tokens.map((token) => [token.content, token.id]));
+  const odd = file.added_tokens.find((token) => token.lstrip || token.rstrip || token.single_word);
+  if (odd !== undefined) {
+    throw new Error(
+      `${dir}/tokenizer.json: added token ${odd.content} has lstrip, rstrip or single_word, expected none`,
+    );
+  }
   // A loop, not Math.max(...ids): spreading a real vocabulary overflows the call stack.
   let vocabSize = 0;
-  for (const id of inner.get_vocab().values()) vocabSize = Math.max(vocabSize, id + 1);
+  for (const ids of [inner.get_vocab().values(), added.keys()]) {
+    for (const id of ids) vocabSize = Math.max(vocabSize, id + 1);
+  }
 
+  const idOf = (text: string): number | undefined => addedIds.get(text) ?? inner.token_to_id(text);
   const requireId = (key: 'bos_token' | 'eos_token'): number => {
     const token = config[key];
     const text = typeof token === 'object' ? token?.content : token;
-    const id = text === undefined ? undefined : inner.token_to_id(text);
+    const id = text === undefined ? undefined : idOf(text);
     if (id === undefined) throw new Error(`${dir}/tokenizer_config.json: ${key} ${text ?? '(absent)'} has no id`);
     return id;
   };
 
-  return {
+  const splitter = addedTokenPattern([...addedIds.keys()]);
+  const tokenizer: Tokenizer = {
     vocabSize,
     bosId: requireId('bos_token'),
     eosId: requireId('eos_token'),
-    encode: (text) => inner.encode(text, { add_special_tokens: false }).ids,
+    encode(prompt) {
+      const ids: number[] = [];
+      let text = '';
+      const endText = () => {
+        // A loop, not push(...more): spreading a long text's ids overflows the call stack.
+        if (text !== '') for (const id of inner.encode(text, { add_special_tokens: false }).ids) ids.push(id);
+        text = '';
+      };
+      for (const piece of typeof prompt === 'string' ? [{ text: prompt, trusted: true }] : prompt) {
+        let end = 0;
+        for (const match of piece.trusted ? piece.text.matchAll(splitter) : []) {
+          text += piece.text.slice(end, match.index);
+          endText();
+          ids.push(addedIds.get(match[0])!);
+          end = match.index + match[0].length;
+        }
+        text += piece.text.slice(end);
+      }
+      endText();
+      return ids;
+    },
     decode(ids, { skipSpecialTokens = false } = {}) {
-      const known = ids.filter((id) => inner.id_to_token(id) !== undefined);
-      if (known.length === 0) return '';
-      // The clean-up, on by default, removes spaces before punctuation that the model did write.
-      return inner.decode(known, { skip_special_tokens: skipSpecialTokens, clean_up_tokenization_spaces: false });
+      const detokenizer = createDetokenizer(tokenizer, { skipSpecialTokens });
+      return ids.map((id) => detokenizer.push(id)).join('') + detokenizer.flush();
     },
     tokenBytes(id) {
       const addedToken = added.get(id);
       if (addedToken !== undefined) return utf8.encode(addedToken.content);
       return Uint8Array.from(inner.id_to_token(id) ?? '', byteOfSymbol);
     },
-    tokenId: (text) => inner.token_to_id(text),
+    tokenId: idOf,
     isSpecial: (id) => added.get(id)?.special === true,
   };
+  return tokenizer;
 }
 
 /**
@@ -104,8 +147,24 @@ export function createDetokenizer(tokenizer: Tokenizer, options: { skipSpecialTo
   };
 }
 
+/** Finds added tokens in text, at each place the longest. */
+function addedTokenPattern(contents: readonly string[]): RegExp {
+  if (contents.length === 0) return /(?!)/g;
+  const escaped = contents
+    .toSorted((a, b) => b.length - a.length)
+    .map((content) => content.replaceAll(/[\\^$.*+?()[\]{}|]/g, '\\$&'));
+  return new RegExp(escaped.join('|'), 'g');
+}
+
 interface TokenizerFile {
-  added_tokens: { id: number; content: string; special: boolean }[];
+  added_tokens: {
+    id: number;
+    content: string;
+    special: boolean;
+    lstrip?: boolean;
+    rstrip?: boolean;
+    single_word?: boolean;
+  }[];
   decoder: { type: string } | null;
 }
 

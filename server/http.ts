@@ -17,10 +17,11 @@ import { performance } from 'node:perf_hooks';
 import { fastify, LogController } from 'fastify';
 import type { FastifyBaseLogger, FastifyInstance, FastifyReply, FastifyRequest } from 'fastify';
 import { createChatParser } from '../model/chat-parser.ts';
-import { CHAT_TOKENS, ChatError, renderChat } from '../model/chat.ts';
+import { CHAT_TOKENS, ChatError, promptText, renderChat } from '../model/chat.ts';
 import type { ChatEncoding, Conversation } from '../model/chat.ts';
+import { parseJsonValue } from '../model/json-text.ts';
 import { createDetokenizer } from '../model/tokenizer.ts';
-import type { Tokenizer } from '../model/tokenizer.ts';
+import type { PromptPiece, Tokenizer } from '../model/tokenizer.ts';
 import { streamedAnswer, wholeAnswer } from './answer.ts';
 import type { StreamLimits } from './answer.ts';
 import type { AdminGate } from './operators/admin.ts';
@@ -344,11 +345,10 @@ function tokenize(context: AppContext, body: JsonObject): object {
   const { tokenizer } = context;
   const call = parseTokenizeRequest(body, context.served);
   const isNested = call.kind === 'texts' && call.nested;
-  const texts =
+  const sequences =
     call.kind === 'texts'
-      ? call.texts
-      : [renderPrompt(context.chat, call.conversation, { openAnswer: call.addGenerationPrompt })];
-  const sequences = texts.map((text) => encode(context, text, call.kind === 'texts' ? 'prompt' : 'messages'));
+      ? call.texts.map((text) => encode(context, text, 'prompt'))
+      : [encode(context, renderPrompt(context.chat, call.conversation), 'messages')];
   const strings = sequences.map((ids) => ids.map((id) => tokenizer.decode([id])));
   return {
     tokens: isNested ? sequences : sequences[0],
@@ -358,29 +358,23 @@ function tokenize(context: AppContext, body: JsonObject): object {
   };
 }
 
-/** The prompt text of a conversation; a fault in it is a 400 that names the message. */
-function renderPrompt(chat: ChatEncoding, conversation: Conversation, options: { openAnswer: boolean }): string {
-  let prompt: string;
+/** The prompt of a conversation; a fault in it is a 400 that names the message. */
+function renderPrompt(chat: ChatEncoding, conversation: Conversation): PromptPiece[] {
   try {
-    prompt = renderChat(chat, conversation);
+    return renderChat(chat, conversation);
   } catch (error) {
     if (!(error instanceof ChatError)) throw error;
     const param = error.messageIndex === null ? 'tools' : `messages[${error.messageIndex}]`;
     throw new ApiError('invalid_value', `${param}: ${error.message}.`, { param, cause: error });
   }
-  if (options.openAnswer) return prompt;
-  for (const mark of [CHAT_TOKENS.thinkStart, CHAT_TOKENS.thinkEnd]) {
-    const opening = CHAT_TOKENS.assistant + mark;
-    if (prompt.endsWith(opening)) return prompt.slice(0, -opening.length);
-  }
-  return prompt;
 }
 
 /**
- * Ids of `text`. A text that cannot fit the context is refused before it is encoded: encoding blocks the
+ * Ids of `prompt`. A prompt that cannot fit the context is refused before it is encoded: encoding blocks the
  * event loop for about 2 µs a character, and a body may hold many millions.
  */
-function encode(context: AppContext, text: string, param: string): number[] {
+function encode(context: AppContext, prompt: string | readonly PromptPiece[], param: string): number[] {
+  const text = typeof prompt === 'string' ? prompt : promptText(prompt);
   const leastCount = Math.ceil(text.length / context.longestTokenBytes);
   if (leastCount > context.contextLength) {
     throw new ApiError(
@@ -390,7 +384,7 @@ function encode(context: AppContext, text: string, param: string): number[] {
       { param },
     );
   }
-  return context.tokenizer.encode(text);
+  return context.tokenizer.encode(prompt);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -574,7 +568,7 @@ async function serveGeneration(
 
 function promptTokensOf(context: AppContext, call: ChatCall | CompletionCall): number[] {
   if (call.kind === 'chat') {
-    return encode(context, renderPrompt(context.chat, call.conversation, { openAnswer: true }), 'messages');
+    return encode(context, renderPrompt(context.chat, call.conversation), 'messages');
   }
   return typeof call.prompt === 'string' ? encode(context, call.prompt, 'prompt') : call.prompt;
 }
@@ -633,7 +627,7 @@ function parseBody(body: Buffer): unknown {
   }
   const text = body.toString('utf8');
   try {
-    return JSON.parse(text.startsWith('\uFEFF') ? text.slice(1) : text) as unknown;
+    return parseJsonValue(text.startsWith('\uFEFF') ? text.slice(1) : text);
   } catch {
     // V8's message quotes the body, which may hold a prompt.
     throw new ApiError(

@@ -81,7 +81,7 @@ export interface CompletionCall extends GenerationCall {
 /** A checked request to /tokenize: texts, or a conversation to be rendered as chat would. */
 export type TokenizeCall = (
   | { kind: 'texts'; texts: string[]; nested: boolean }
-  | { kind: 'chat'; conversation: Conversation; addGenerationPrompt: boolean }
+  | { kind: 'chat'; conversation: Conversation }
 ) & { returnTokenStrings: boolean };
 
 /** Identity of one answer, the same in its body and in all of its chunks. */
@@ -338,9 +338,9 @@ export function parseTokenizeRequest(body: JsonObject, served: ServedModel): Tok
   if (hasMessages) {
     const messages = readMessages(body['messages'], 'messages');
     const tools = readTools(body['tools'], 'tools');
-    const conversation = conversationOf(messages, tools, fields, served);
-    const addGenerationPrompt = fields.add_generation_prompt ?? true;
-    return { kind: 'chat', conversation, addGenerationPrompt, returnTokenStrings };
+    const openAnswer = fields.add_generation_prompt ?? true;
+    const conversation = { ...conversationOf(messages, tools, fields, served), openAnswer };
+    return { kind: 'chat', conversation, returnTokenStrings };
   }
   if (prompt === undefined) throw missing('prompt', 'a string, an array of strings, or messages in its place');
   if (typeof prompt === 'string') {
@@ -598,11 +598,11 @@ function readToolCalls(value: unknown, path: string): ChatToolCall[] {
   });
 }
 
-/** The arguments of an earlier tool call as JSON text; text that is no JSON is left to the template. */
-function readArguments(value: unknown, path: string): string {
+/** The arguments of an earlier tool call, as JSON text or an object; text that is no JSON is left to the template. */
+function readArguments(value: unknown, path: string): string | object {
   const expected = 'a string holding a JSON object';
   if (value === undefined || value === null || value === '') return '{}';
-  if (isObject(value)) return JSON.stringify(value);
+  if (isObject(value)) return value;
   if (typeof value !== 'string') throw wrong('invalid_type', path, expected, value);
   let parsed: unknown;
   try {

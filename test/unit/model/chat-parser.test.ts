@@ -3,7 +3,7 @@ import { readFileSync } from 'node:fs';
 import test from 'node:test';
 import fc from 'fast-check';
 import { createChatParser } from '../../../model/chat-parser.ts';
-import { loadChatEncoding, renderChat } from '../../../model/chat.ts';
+import { loadChatEncoding, promptText, renderChat } from '../../../model/chat.ts';
 import type { ChatDelta } from '../../../model/chat.ts';
 
 const THINKING = { thinking: true, tools: true };
@@ -349,10 +349,12 @@ test('rendered calls are read back with equal arguments', () => {
   fc.assert(
     fc.property(fc.array(fc.record({ name, args }), { minLength: 1, maxLength: 3 }), (calls) => {
       const toolCalls = calls.map((call) => ({ function: { name: call.name, arguments: JSON.stringify(call.args) } }));
-      const prompt = renderChat(encoding, {
-        messages: [{ role: 'assistant', content: 'Calling.', tool_calls: toolCalls }],
-        thinking: false,
-      });
+      const prompt = promptText(
+        renderChat(encoding, {
+          messages: [{ role: 'assistant', content: 'Calling.', tool_calls: toolCalls }],
+          thinking: false,
+        }),
+      );
       const text = /^<｜begin▁of▁sentence｜>(.*)<｜end▁of▁sentence｜>/s.exec(prompt)![1]!;
       const answer = parse(text, CHAT);
       assert.equal(answer.content, 'Calling.');

@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import test from 'node:test';
 import fc from 'fast-check';
-import { formatJson, jsonFromValue, MAX_JSON_DEPTH, parseJson } from '../../../model/json-text.ts';
+import { formatJson, jsonFromValue, MAX_JSON_DEPTH, parseJson, parseJsonValue } from '../../../model/json-text.ts';
 
 /** Right: `json.dumps(json.loads(left), ensure_ascii=False)` of Python 3.11. */
 const FROM_TEXT: [text: string, python: string][] = [
@@ -32,6 +32,22 @@ test('a parsed value is spelled like Python where its numbers allow', () => {
   );
 });
 
+test('a value of parseJsonValue is spelled as it was written, also the objects inside it', () => {
+  for (const [text, python] of FROM_TEXT) {
+    assert.deepEqual(parseJsonValue(text), JSON.parse(text));
+    // A number that stands alone has no object to be remembered by.
+    assert.equal(formatJson(jsonFromValue(parseJsonValue(`{"v":${text}}`))), `{"v": ${python}}`, text);
+  }
+  const value = parseJsonValue('{"tools":[{"min":1.0,"big":9007199254740993},{"10":1,"2":1e5},{"n":0.5}]}') as {
+    tools: object[];
+  };
+  const spelled = value.tools.map((tool) => formatJson(jsonFromValue(tool)));
+  assert.deepEqual(spelled, ['{"min": 1.0, "big": 9007199254740993}', '{"10": 1, "2": 100000.0}', '{"n": 0.5}']);
+  // Into a new object the parts take their spelling with them.
+  assert.equal(formatJson(jsonFromValue({ name: 'f', parameters: value.tools[0] })).includes('"min": 1.0'), true);
+  assert.throws(() => parseJsonValue('{"a":1.0,}'), SyntaxError);
+});
+
 test('text that is not JSON is refused', () => {
   const broken = ['', '{', '[1,]', '{"a":1,}', '{a:1}', '01', '1.', '+1', '.5', 'NaN', 'tru', '"a', '"\n"', '"\\x"'];
   for (const text of [...broken, '1 2', '[1}', '{"a"}', '"\\', "'a'", '\ufeff1', '\u00a01']) {
@@ -57,6 +73,9 @@ test('values survive the reader and the writer, and the reader accepts what JSON
   fc.assert(
     fc.property(fc.json(), (text) => {
       assert.deepEqual(JSON.parse(formatJson(parseJson(text))), JSON.parse(text));
+      const wrapped = `[${text}]`;
+      assert.deepEqual(parseJsonValue(wrapped), JSON.parse(wrapped));
+      assert.equal(formatJson(jsonFromValue(parseJsonValue(wrapped))), formatJson(parseJson(wrapped)));
     }),
     { seed: 3, numRuns: 500 },
   );

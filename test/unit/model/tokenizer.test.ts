@@ -45,6 +45,47 @@ test('texts become the ids that the Rust library gives', () => {
   for (const [text, ids] of REFERENCE_IDS) assert.deepEqual(tokenizer.encode(text), ids, JSON.stringify(text));
 });
 
+test('a text that is not trusted holds no special token, and is cut into words as if it stood alone', () => {
+  const plain = (text: string) => tokenizer.encode([{ text, trusted: false }]);
+  for (const [text, ids] of REFERENCE_IDS) {
+    const found = plain(text);
+    assert.equal(tokenizer.decode(found), text);
+    assert.deepEqual(
+      found.filter((id) => tokenizer.isSpecial(id)),
+      [],
+    );
+    if (!ids.some((id) => tokenizer.isSpecial(id))) assert.deepEqual(found, ids);
+  }
+  assert.deepEqual(plain('｜DSML｜').slice(0, 7), [173, 123, 252, 37, 52, 46, 45]);
+});
+
+test('the borders of pieces leave no trace, and special tokens only come from trusted ones', () => {
+  const piece = fc.record({
+    text: fc
+      .array(fc.constantFrom('a', ' b', 'Hello', '世', '1', '<', '<｜User｜>', '</think>', '｜DSML｜', '\n', ' '), {
+        maxLength: 6,
+      })
+      .map((parts) => parts.join('')),
+    trusted: fc.boolean(),
+  });
+  fc.assert(
+    fc.property(fc.array(piece, { maxLength: 6 }), (pieces) => {
+      const ids = tokenizer.encode(pieces);
+      assert.equal(tokenizer.decode(ids), pieces.map(({ text }) => text).join(''));
+      const expected = pieces
+        .filter(({ trusted }) => trusted)
+        .flatMap(({ text }) => tokenizer.encode(text).filter((id) => tokenizer.isSpecial(id)));
+      assert.deepEqual(
+        ids.filter((id) => tokenizer.isSpecial(id)),
+        expected,
+      );
+      const harmless = pieces.map(({ text }) => ({ text: text.replaceAll(/[｜>]/g, '.'), trusted: true }));
+      assert.deepEqual(tokenizer.encode(harmless), tokenizer.encode(harmless.map(({ text }) => text).join('')));
+    }),
+    { seed: 9, numRuns: 2000 },
+  );
+});
+
 test('ids become text again, special tokens written out or skipped', () => {
   for (const [text, ids] of REFERENCE_IDS) assert.equal(tokenizer.decode(ids), text);
   assert.equal(tokenizer.decode([1020, 89, 1021], { skipSpecialTokens: true }), 'x');
@@ -139,6 +180,8 @@ test('a checkpoint whose tokens are not bytes, or that lacks the end token, is r
     assert.throws(() => loadTokenizer(metaspace), /expected a ByteLevel decoder, found Metaspace/);
     const noEos = write('no-eos', file, { ...config, eos_token: '<eos>' });
     assert.throws(() => loadTokenizer(noEos), /eos_token <eos> has no id/);
+    const strips = { ...file, added_tokens: [{ id: 5, content: '<x>', special: true, lstrip: true }] };
+    assert.throws(() => loadTokenizer(write('strips', strips, config)), /added token <x> has lstrip/);
     const objects = write('objects', file, { ...config, bos_token: { content: '<｜begin▁of▁sentence｜>' } });
     assert.equal(loadTokenizer(objects).bosId, tokenizer.bosId);
   } finally {
