@@ -8,7 +8,8 @@
  * Each state looks for its own markers; what cannot be part of one is passed on at once, a tail that could become one
  * is held back. So every split of the output gives the same answer, and markup never shows as text. Follows the
  * official parser for what the trained format is, and is lenient where models and public servers have been seen to
- * stray: calls inside the reasoning, no wrapper tags, unclosed invokes, JSON in the place of parameters.
+ * stray: calls inside the reasoning, no wrapper tags, unclosed invokes, JSON in the place of parameters, ASCII bars.
+ * Later checkpoints write `<｜DSML｜ calls>` and a space in every other tag; both ways are read, whatever the checkpoint.
  */
 import { CHAT_TOKENS } from './chat.ts';
 import type { ChatDelta } from './chat.ts';
@@ -47,35 +48,85 @@ type State =
   | 'json'
   | 'done';
 
-const TAG = `<${CHAT_TOKENS.dsml}`;
-/** What tells an unfinished tag from a lone `<`. */
-const TAG_BEGINNING = TAG.slice(0, 2);
-const END_TAG = `</${CHAT_TOKENS.dsml}`;
-const BLOCK_START = `${TAG}tool_calls>`;
-const BLOCK_END = `${END_TAG}tool_calls>`;
-const INVOKE_START = `${TAG}invoke name=`;
-const INVOKE_END = `${END_TAG}invoke>`;
-const PARAMETER_START = `${TAG}parameter name=`;
-const PARAMETER_END = `${END_TAG}parameter>`;
-/** Ends the header of an invoke or a parameter: the last attribute's quote and the bracket. */
-const HEADER_END = '">';
+/** What a marker means; the texts that mean the same differ in their bars, blanks and names. */
+type Marker =
+  | 'thinkEnd'
+  | 'blockStart'
+  | 'blockEnd'
+  | 'invokeStart'
+  | 'invokeEnd'
+  | 'parameterStart'
+  | 'parameterEnd'
+  | 'headerEnd'
+  | 'anyTag';
+
+/** `<｜DSML｜` in its four ways, then `rest`; with `slash` a closing tag. */
+function tags(rest: string, slash: '' | '/' = ''): string[] {
+  return [CHAT_TOKENS.dsml, '|DSML|'].flatMap((mark) => [`<${slash}${mark}${rest}`, `<${slash}${mark} ${rest}`]);
+}
+
+/** The tags with the line ends before them, which belong to the first tag of a block. */
+function withBreak(texts: readonly string[]): string[] {
+  return texts.flatMap((text) => [`\n\n${text}`, text]);
+}
 
 /** Texts that a state looks for. None may begin inside another, unless both end together. */
 interface Markers {
-  readonly texts: readonly string[];
+  readonly meanings: ReadonlyMap<string, Marker>;
   /** Finds the first of them in one pass. */
   readonly pattern: RegExp;
+  readonly texts: readonly string[];
+  readonly firstUnits: ReadonlySet<string>;
+  readonly maxLength: number;
 }
 
-const BLOCK_OPENERS = [`\n\n${BLOCK_START}`, BLOCK_START, `\n\n${INVOKE_START}`, INVOKE_START];
-const IN_REASONING = markers(CHAT_TOKENS.thinkEnd);
-const IN_REASONING_WITH_TOOLS = markers(CHAT_TOKENS.thinkEnd, ...BLOCK_OPENERS);
-const IN_CONTENT = markers();
-const IN_CONTENT_WITH_TOOLS = markers(...BLOCK_OPENERS);
-const IN_BLOCK = markers(INVOKE_START, BLOCK_END);
-const IN_HEADER = markers(HEADER_END, TAG, END_TAG);
-const IN_INVOKE = markers(PARAMETER_START, INVOKE_END, INVOKE_START, BLOCK_END);
-const IN_PARAMETER = markers(PARAMETER_END);
+/** Markers to look for; none at all match nowhere. */
+function markers(table: Partial<Record<Marker, readonly string[]>>): Markers {
+  const entries = Object.entries(table) as [Marker, readonly string[]][];
+  const meanings = new Map(entries.flatMap(([meaning, texts]) => texts.map((text) => [text, meaning] as const)));
+  const texts = [...meanings.keys()];
+  return {
+    meanings,
+    texts,
+    // The bar of an ASCII tag is the only character that patterns treat specially.
+    pattern: new RegExp(texts.length === 0 ? '(?!)' : texts.map((text) => text.replaceAll('|', '\\|')).join('|')),
+    firstUnits: new Set(texts.map((text) => text[0]!)),
+    maxLength: Math.max(0, ...texts.map((text) => text.length)),
+  };
+}
+
+const BLOCK_STARTS = [...tags('tool_calls>'), ...tags('calls>')];
+const BLOCK_ENDS = [...tags('tool_calls>', '/'), ...tags('calls>', '/')];
+const INVOKE_STARTS = tags('invoke name=');
+const INVOKE_ENDS = tags('invoke>', '/');
+const PARAMETER_STARTS = tags('parameter name=');
+const OPENERS = { blockStart: withBreak(BLOCK_STARTS), invokeStart: withBreak(INVOKE_STARTS) };
+
+const IN_REASONING = markers({ thinkEnd: [CHAT_TOKENS.thinkEnd] });
+const IN_REASONING_WITH_TOOLS = markers({ thinkEnd: [CHAT_TOKENS.thinkEnd], ...OPENERS });
+const IN_CONTENT = markers({});
+const IN_CONTENT_WITH_TOOLS = markers(OPENERS);
+const IN_BLOCK = markers({ invokeStart: INVOKE_STARTS, blockEnd: BLOCK_ENDS });
+/** A header ends with its last attribute's quote and the bracket; any tag says that this one was left unfinished. */
+const IN_HEADER = markers({
+  headerEnd: ['">'],
+  anyTag: [CHAT_TOKENS.dsml, '|DSML|'].flatMap((m) => [`<${m}`, `</${m}`]),
+});
+const IN_INVOKE = markers({
+  parameterStart: PARAMETER_STARTS,
+  invokeEnd: INVOKE_ENDS,
+  invokeStart: INVOKE_STARTS,
+  blockEnd: BLOCK_ENDS,
+});
+/** A value may hold anything but the closing tag written as its opening tag is. */
+const IN_PARAMETER = new Map(
+  PARAMETER_STARTS.map((start) => {
+    const end = start.replace('<', '</').replace(' name=', '>');
+    return [start, markers({ parameterEnd: [end] })] as const;
+  }),
+);
+/** What tells an unfinished tag at the end of an answer from a lone `<` or `<|`. */
+const TAG_BEGINNING = /<(?:｜|\|D)/;
 
 class Parser implements ChatParser {
   toolCallCount = 0;
@@ -90,6 +141,8 @@ class Parser implements ChatParser {
   #collected = '';
   /** Whether the arguments of the current call have a `{` yet. */
   #argumentsOpen = false;
+  /** What ends the value of the current parameter. */
+  #inParameter = IN_CONTENT;
 
   constructor(thinking: boolean, tools: boolean) {
     this.#tools = tools;
@@ -106,7 +159,7 @@ class Parser implements ChatParser {
 
   end(): ChatDelta[] {
     // Inside a block nothing held back is text. Before one, the tail is text unless a tag has clearly begun.
-    const text = this.#tools && this.#buffer.includes(TAG_BEGINNING) ? '' : this.#buffer;
+    const text = this.#tools && TAG_BEGINNING.test(this.#buffer) ? '' : this.#buffer;
     if (this.#state === 'start' || this.#state === 'reasoning') this.#emitText('reasoning', text);
     else if (this.#state === 'content') this.#emitText('content', text);
     this.#buffer = '';
@@ -128,7 +181,7 @@ class Parser implements ChatParser {
       case 'reasoning': {
         const { text, marker } = this.#takeUntil(this.#tools ? IN_REASONING_WITH_TOOLS : IN_REASONING);
         this.#emitText('reasoning', text);
-        if (marker === CHAT_TOKENS.thinkEnd) this.#state = 'content';
+        if (marker === 'thinkEnd') this.#state = 'content';
         else if (marker !== null) this.#openBlock(marker);
         return marker !== null;
       }
@@ -140,30 +193,31 @@ class Parser implements ChatParser {
       }
       case 'block': {
         const { marker } = this.#takeUntil(IN_BLOCK);
-        if (marker === INVOKE_START) this.#state = 'invokeName';
-        else if (marker === BLOCK_END) this.#state = 'done';
+        if (marker === 'invokeStart') this.#state = 'invokeName';
+        else if (marker === 'blockEnd') this.#state = 'done';
         return marker !== null;
       }
       case 'invokeName':
         return this.#stepHeader((header) => this.#beginCall(header));
       case 'invoke': {
-        const { text, marker } = this.#takeUntil(IN_INVOKE);
+        const { text, marker, matched } = this.#takeUntil(IN_INVOKE);
         this.#collected += text;
         if (marker === null) return false;
-        if (marker === PARAMETER_START) {
+        if (marker === 'parameterStart') {
           this.#collected = '';
+          this.#inParameter = IN_PARAMETER.get(matched)!;
           this.#state = 'parameterHeader';
           return true;
         }
         // A missing closing tag is forgiven when the next invoke or the block's end shows that the call is over.
         this.#endCall();
-        this.#state = marker === INVOKE_START ? 'invokeName' : marker === BLOCK_END ? 'done' : 'block';
+        this.#state = marker === 'invokeStart' ? 'invokeName' : marker === 'blockEnd' ? 'done' : 'block';
         return true;
       }
       case 'parameterHeader':
         return this.#stepHeader((header) => this.#beginParameter(header));
       case 'string': {
-        const { text, marker } = this.#takeUntil(IN_PARAMETER);
+        const { text, marker } = this.#takeUntil(this.#inParameter);
         this.#emitArguments(JSON.stringify(text).slice(1, -1));
         if (marker === null) return false;
         this.#emitArguments('"');
@@ -171,7 +225,7 @@ class Parser implements ChatParser {
         return true;
       }
       case 'json': {
-        const { text, marker } = this.#takeUntil(IN_PARAMETER);
+        const { text, marker } = this.#takeUntil(this.#inParameter);
         this.#collected += text;
         if (marker === null) return false;
         this.#emitArguments(parsesAsJson(this.#collected) ? this.#collected : JSON.stringify(this.#collected));
@@ -187,9 +241,9 @@ class Parser implements ChatParser {
     }
   }
 
-  /** Enter the tool block at `marker`, one of BLOCK_OPENERS. An invoke without the wrapper opens it too. */
-  #openBlock(marker: string): void {
-    this.#state = marker.endsWith(INVOKE_START) ? 'invokeName' : 'block';
+  /** Enter the tool block. An invoke without the wrapper opens it too. */
+  #openBlock(marker: Marker): void {
+    this.#state = marker === 'invokeStart' ? 'invokeName' : 'block';
   }
 
   /** Read a header to its end and give it to `begin`; one that a tag interrupts is dropped, and the tag kept. */
@@ -200,7 +254,7 @@ class Parser implements ChatParser {
     if (marker === null) return false;
     const header = this.#collected;
     this.#collected = '';
-    if (marker === HEADER_END) {
+    if (marker === 'headerEnd') {
       begin(header);
     } else {
       this.#buffer = before.slice(text.length);
@@ -245,21 +299,20 @@ class Parser implements ChatParser {
   }
 
   /**
-   * Take the text before the first marker, and the marker. Without one, take the text that cannot be the beginning of
-   * one, nor half a surrogate pair.
+   * Take the text before the first marker, what the marker means and how it is written. Without one, take the text that
+   * cannot be the beginning of one, nor half a surrogate pair.
    */
-  #takeUntil({ texts, pattern }: Markers): { text: string; marker: string | null } {
+  #takeUntil(wanted: Markers): { text: string; marker: Marker | null; matched: string } {
     const buffer = this.#buffer;
-    const match = pattern.exec(buffer);
+    const match = wanted.pattern.exec(buffer);
     if (match !== null) {
-      this.#buffer = buffer.slice(match.index + match[0].length);
-      return { text: buffer.slice(0, match.index), marker: match[0] };
+      const [matched] = match;
+      this.#buffer = buffer.slice(match.index + matched.length);
+      return { text: buffer.slice(0, match.index), marker: wanted.meanings.get(matched)!, matched };
     }
-    let heldLength = isHighSurrogate(buffer.charCodeAt(buffer.length - 1)) ? 1 : 0;
-    for (const text of texts) heldLength = Math.max(heldLength, overlap(buffer, text));
-    const end = buffer.length - heldLength;
+    const end = freeLength(buffer, wanted);
     this.#buffer = buffer.slice(end);
-    return { text: buffer.slice(0, end), marker: null };
+    return { text: buffer.slice(0, end), marker: null, matched: '' };
   }
 
   #emitText(kind: 'reasoning' | 'content', text: string): void {
@@ -283,18 +336,14 @@ class Parser implements ChatParser {
   }
 }
 
-/** Markers to look for; none at all match nowhere. */
-function markers(...texts: string[]): Markers {
-  // No marker has a character that patterns treat specially.
-  return { texts, pattern: new RegExp(texts.length === 0 ? '(?!)' : texts.join('|')) };
-}
-
-/** Length of the longest tail of `text` that is a beginning, but not the whole, of `marker`. */
-function overlap(text: string, marker: string): number {
-  for (let length = Math.min(marker.length - 1, text.length); length > 0; length--) {
-    if (text.endsWith(marker.slice(0, length))) return length;
+/** Length of the part of `text` that can neither begin a marker nor half a surrogate pair. */
+function freeLength(text: string, { texts, firstUnits, maxLength }: Markers): number {
+  for (let start = Math.max(0, text.length - maxLength + 1); start < text.length; start++) {
+    if (!firstUnits.has(text[start]!)) continue;
+    const tail = text.slice(start);
+    if (texts.some((marker) => marker.startsWith(tail))) return start;
   }
-  return 0;
+  return isHighSurrogate(text.charCodeAt(text.length - 1)) ? text.length - 1 : text.length;
 }
 
 function isHighSurrogate(code: number): boolean {

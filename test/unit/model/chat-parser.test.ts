@@ -5,6 +5,8 @@ import fc from 'fast-check';
 import { createChatParser } from '../../../model/chat-parser.ts';
 import { loadChatEncoding, promptText, renderChat } from '../../../model/chat.ts';
 import type { ChatDelta } from '../../../model/chat.ts';
+import { createDetokenizer, loadTokenizer } from '../../../model/tokenizer.ts';
+import { parseCompletion } from '../../reference/completion.ts';
 
 const THINKING = { thinking: true, tools: true };
 const CHAT = { thinking: false, tools: true };
@@ -45,7 +47,9 @@ test('content and reasoning are told apart by how the prompt ended', () => {
     [CHAT, 'a <', '', 'a <'],
     [CHAT, '1 < 2 </b> <｜User｜> <｜DSML｜other>', '', '1 < 2 </b> <｜User｜> <｜DSML｜other>'],
     // Public servers escape markup like this when they quote it.
-    [CHAT, '<｜｜DSML｜｜tool_calls> <|DSML|tool_calls>', '', '<｜｜DSML｜｜tool_calls> <|DSML|tool_calls>'],
+    [CHAT, '<｜｜DSML｜｜tool_calls> <｜｜DSML｜｜invoke', '', '<｜｜DSML｜｜tool_calls> <｜｜DSML｜｜invoke'],
+    [CHAT, 'x <| y <|D |> <｜DSML｜call> <｜DSML｜  calls>', '', 'x <| y <|D |> <｜DSML｜call> <｜DSML｜  calls>'],
+    [CHAT, 'f <|', '', 'f <|'],
     [CHAT, '', '', ''],
   ];
   for (const [options, text, reasoning, content] of rows) {
@@ -141,6 +145,47 @@ test('a call in the reasoning ends it, unless </think> came first', () => {
   }
   const answer = parse(`so</think>now\n${invoke('f')}`, THINKING);
   assert.deepEqual([answer.reasoning, answer.content, answer.complete], ['so', 'now\n', 1]);
+});
+
+test('tags are read with a blank after the mark, with the later name of the block, and with ASCII bars', () => {
+  const written = `now\n\n${BLOCK}${invoke('f', string('s', 'a </｜DSML｜invoke> b'), json('n', '1.0'))}${invoke('g')}${BLOCK_END}`;
+  const expected = {
+    reasoning: '',
+    content: 'now',
+    calls: [
+      { name: 'f', arguments: '{"s": "a </｜DSML｜invoke> b", "n": 1.0}' },
+      { name: 'g', arguments: '{}' },
+    ],
+    complete: 2,
+  };
+  assert.deepEqual(parse(written, CHAT), expected);
+  // The value stays as it is.
+  const respelled = (mark: string, block: string) =>
+    written
+      .replaceAll('｜DSML｜', mark)
+      .replaceAll('tool_calls', block)
+      .replace(`a </${mark}invoke> b`, 'a </｜DSML｜invoke> b');
+  for (const mark of ['｜DSML｜', '｜DSML｜ ', '|DSML|', '|DSML| ']) {
+    for (const block of ['tool_calls', 'calls']) {
+      const text = respelled(mark, block);
+      assert.deepEqual(parsePieces(text.split(''), CHAT), expected, text);
+      assert.deepEqual(parse(`why${text.slice('now'.length)}`, THINKING), {
+        ...expected,
+        reasoning: 'why',
+        content: '',
+      });
+      for (let length = 'now'.length; length < text.length; length++) {
+        const { content } = parse(text.slice(0, length), CHAT);
+        assert.match(content, /^now\n{0,2}<?\|?$/, content);
+      }
+    }
+  }
+});
+
+test('a value ends only where its own tag is closed', () => {
+  const value = 'x</｜DSML｜ parameter></|DSML|parameter>y';
+  const answer = parse(`${BLOCK}${invoke('f', string('s', value))}${BLOCK_END}`, CHAT);
+  assert.deepEqual(answer.calls, [{ name: 'f', arguments: JSON.stringify({ s: value }).replace(':', ': ') }]);
 });
 
 test('text after the block is dropped, also a second block', () => {
@@ -284,6 +329,13 @@ const FRAGMENTS = [
   BLOCK,
   BLOCK_END,
   INVOKE_END,
+  '<|',
+  '｜DSML｜ ',
+  '<｜DSML｜ calls>',
+  '<|DSML|invoke name="h">',
+  '</|DSML|invoke>',
+  '<｜DSML｜ parameter name="r" string="true">',
+  '</｜DSML｜ parameter>',
   `\n\n${BLOCK}`,
   '<｜DSML｜invoke name=',
   '<｜DSML｜invoke name="f">\n',
@@ -314,13 +366,69 @@ test('every split of any text gives the same answer', () => {
   );
 });
 
+test('well-formed answers are read like the official parser does, under every split of their tokens', () => {
+  const tokenizer = loadTokenizer('model/nano');
+  const prose = fc
+    .array(
+      fc.constantFrom('a', ' so', '\n', '\n\n', '<', '</', '>', '世', '😀', '"', '\\', '</b>', '<tool_result>', ' '),
+      {
+        maxLength: 8,
+      },
+    )
+    .map((parts) => parts.join(''));
+  const name = fc.stringMatching(/^[\w.:/-]{1,6}$/);
+  const jsonText = fc.oneof(
+    fc.constantFrom(
+      '1',
+      '1.0',
+      '-0',
+      '1e5',
+      '12345678901234567890',
+      '0.10',
+      ' true',
+      '{"b":1,"a":[ ],"10":2.50}',
+      '"\\u00e9"',
+    ),
+    fc.json({ maxDepth: 2 }),
+  );
+  const parameter = fc.oneof(
+    fc.tuple(name, prose).map(([key, text]) => [key, string(key, text)] as const),
+    fc.tuple(name, jsonText).map(([key, text]) => [key, json(key, text)] as const),
+  );
+  const call = fc
+    .tuple(name, fc.uniqueArray(parameter, { maxLength: 3, selector: ([key]) => key }))
+    .map(([called, parameters]) => invoke(called, ...parameters.map(([, text]) => text)));
+  const block = fc
+    .array(call, { minLength: 1, maxLength: 3 })
+    .map((calls) => `\n\n${BLOCK}${calls.join('')}${BLOCK_END}`);
+  const reasoning = fc.option(prose, { nil: null });
+  fc.assert(
+    fc.property(reasoning, prose, fc.option(block, { nil: '' }), (thought, content, calls) => {
+      const text = `${thought === null ? '' : `${thought}</think>`}${content}${calls}`;
+      const thinking = thought !== null;
+      const { calls: expectedCalls, ...expected } = parseCompletion(`${text}<｜end▁of▁sentence｜>`, thinking);
+      const whole = { ...expected, calls: expectedCalls, complete: expectedCalls.length };
+      assert.deepEqual(parse(text, { thinking, tools: true }), whole);
+
+      const detokenizer = createDetokenizer(tokenizer, { skipSpecialTokens: false });
+      const pieces = tokenizer.encode(text).map((id) => detokenizer.push(id));
+      assert.deepEqual(parsePieces(pieces, { thinking, tools: true }), whole);
+      for (let size = 2; size < 6; size++) {
+        const groups = pieces.flatMap((_, at) => (at % size === 0 ? [pieces.slice(at, at + size).join('')] : []));
+        assert.deepEqual(parsePieces(groups, { thinking, tools: true }), whole);
+      }
+    }),
+    { seed: 10, numRuns: 600 },
+  );
+});
+
 test('any text gives complete calls with JSON objects, no opening tag as text and no empty delta', () => {
   let callCount = 0;
   fc.assert(
     fc.property(soup, fc.boolean(), (text, thinking) => {
       const answer = parse(text, { thinking, tools: true });
       for (const shown of [answer.reasoning, answer.content]) {
-        assert.doesNotMatch(shown, /<｜DSML｜(tool_calls>|invoke name=)/);
+        assert.doesNotMatch(shown, /<(｜DSML｜|\|DSML\|) ?((tool_)?calls>|invoke name=)/);
       }
       for (const call of answer.calls.slice(0, answer.complete)) {
         assert.match(call.arguments, /^\{/);
