@@ -14,7 +14,16 @@ import { basename, resolve } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 
-export type Command = 'all' | 'router' | 'prefill' | 'decode' | 'logits' | 'generate' | 'doctor' | 'drain-watch';
+export type Command =
+  | 'all'
+  | 'router'
+  | 'prefill'
+  | 'decode'
+  | 'logits'
+  | 'generate'
+  | 'inspect'
+  | 'doctor'
+  | 'drain-watch';
 export type WorkerRole = 'prefill' | 'decode';
 export type LogLevel = (typeof LOG_LEVELS)[number];
 
@@ -141,6 +150,21 @@ export interface GenerateConfig extends Common {
   readonly printIds: boolean;
 }
 
+export interface InspectConfig {
+  readonly command: 'inspect';
+  /** Absolute path of a directory with config.json. */
+  readonly model: string;
+  readonly json: boolean;
+  /** Memory of the adapter to plan for; null: say nothing about it. */
+  readonly memoryBytes: number | null;
+  /** As for a worker: they decide what it allocates. */
+  readonly pageTokens: number;
+  readonly prefillChunkTokens: number;
+  readonly maxRunningRequests: number;
+  /** Null: the model's. */
+  readonly contextLength: number | null;
+}
+
 export interface DoctorConfig {
   readonly command: 'doctor';
   /** Base URL of a router. */
@@ -169,6 +193,7 @@ export type Config =
   | WorkerConfig
   | LogitsConfig
   | GenerateConfig
+  | InspectConfig
   | DoctorConfig
   | DrainWatchConfig
   | HelpConfig;
@@ -191,6 +216,8 @@ const WORKERS = ['prefill', 'decode'] as const;
 const TOOLS = ['logits', 'generate'] as const;
 const OPERATOR_TOOLS = ['doctor', 'drain-watch'] as const;
 const EVERY = [...ROLES, ...TOOLS] as const;
+/** What a worker allocates follows from these too. */
+const PLANNERS = ['all', ...WORKERS, 'inspect'] as const;
 const ENGINES = ['all', ...WORKERS, ...TOOLS] as const;
 
 const COMMAND_HELP: Record<Command, string> = {
@@ -200,9 +227,13 @@ const COMMAND_HELP: Record<Command, string> = {
   decode: 'run one decode worker',
   logits: "print the model's logits for given token ids, without a server",
   generate: 'prefill and decode in this process, without a server',
+  inspect: 'say what a checkpoint holds and what it takes to serve it, from its headers alone',
   doctor: 'examine a running cluster and say what is wrong with it',
   'drain-watch': 'watch the queues of a running cluster and say whether they drain or leak',
 };
+
+/** The option that a command takes without its flag. */
+const POSITIONAL: Partial<Record<Command, Key>> = { inspect: 'model' };
 
 /** Largest value of a Node timer; longer ones fire at once. */
 const MAX_TIMER_MS = 2 ** 31 - 1;
@@ -215,8 +246,8 @@ const PAGE_TOKENS_STEP = 128;
 const HEARTBEAT_MISSES = 3;
 
 interface Row {
-  /** A `duration` is given with its unit (`500ms`, `10s`, `2m`, `1h`) and kept in ms. */
-  readonly kind: 'integer' | 'number' | 'duration' | 'text' | 'switch' | 'texts' | 'integers';
+  /** A `duration` is given with its unit (`500ms`, `10s`, `2m`, `1h`) and kept in ms, a `size` (`24GiB`) in bytes. */
+  readonly kind: 'integer' | 'number' | 'duration' | 'size' | 'text' | 'switch' | 'texts' | 'integers';
   /** What the value is, for help and faults: `N`, `HOST`, `DIR`. */
   readonly value?: string;
   readonly unit?: string;
@@ -349,7 +380,7 @@ export const OPTIONS = {
     default: null,
     defaultText: 'the embedded nano',
     help: 'checkpoint directory (config.json, tokenizer.json, *.safetensors)',
-    commands: EVERY,
+    commands: [...EVERY, 'inspect'],
   },
   adapter: {
     kind: 'text',
@@ -367,7 +398,7 @@ export const OPTIONS = {
     max: 1024,
     default: 64,
     help: 'rows of the decode batch, per decode worker',
-    commands: ROLES,
+    commands: [...ROLES, 'inspect'],
   },
   maxQueuedRequests: {
     kind: 'integer',
@@ -388,7 +419,7 @@ export const OPTIONS = {
     default: null,
     defaultText: "the model's",
     help: 'longest sequence, prompt and answer together',
-    commands: ROLES,
+    commands: [...ROLES, 'inspect'],
   },
   pageTokens: {
     kind: 'integer',
@@ -398,7 +429,7 @@ export const OPTIONS = {
     max: 4096,
     default: 128,
     help: "tokens of one KV page, a multiple of 128 and of the model's compression ratios; equal on all workers",
-    commands: ['all', ...WORKERS],
+    commands: PLANNERS,
   },
   kvPages: {
     kind: 'integer',
@@ -449,7 +480,7 @@ export const OPTIONS = {
     max: 65_536,
     default: 256,
     help: 'most prompt tokens computed in one step, a multiple of --page-tokens',
-    commands: ['all', ...WORKERS],
+    commands: PLANNERS,
   },
   heartbeat: {
     kind: 'duration',
@@ -594,6 +625,22 @@ export const OPTIONS = {
     commands: ['generate'],
     environment: false,
   },
+  memory: {
+    kind: 'size',
+    value: 'SIZE',
+    min: 1,
+    default: null,
+    help: 'memory of an adapter, such as 24GiB: say how many tokens and sequences fit it',
+    commands: ['inspect'],
+    environment: false,
+  },
+  json: {
+    kind: 'switch',
+    default: false,
+    help: 'print one JSON object instead of text',
+    commands: ['inspect'],
+    environment: false,
+  },
   url: {
     kind: 'text',
     value: 'URL',
@@ -647,6 +694,7 @@ interface ValueOfKind {
   integer: number;
   number: number;
   duration: number;
+  size: number;
   text: string;
   switch: boolean;
   texts: readonly string[];
@@ -687,6 +735,25 @@ export function parseDuration(text: string): number | null {
 export function formatDuration(ms: number): string {
   const [name, unitMs] = UNITS_MS.find(([, size]) => ms >= size && ms % size === 0) ?? ['ms', 1];
   return `${ms / unitMs}${name}`;
+}
+
+/** Size units in bytes, by their lower-case names. */
+const UNITS_BYTES = new Map([
+  ['kib', 2 ** 10],
+  ['mib', 2 ** 20],
+  ['gib', 2 ** 30],
+  ['tib', 2 ** 40],
+  ['kb', 1e3],
+  ['mb', 1e6],
+  ['gb', 1e9],
+  ['tb', 1e12],
+]);
+
+/** Bytes of `24GiB`, `1.5 TiB` or `80GB` (powers of ten), whole ones; null when `text` is not of that form. */
+export function parseSize(text: string): number | null {
+  const [, digits, name = ''] = /^(\d+(?:\.\d+)?) ?([kmgt]i?b)$/i.exec(text) ?? [];
+  const unitBytes = UNITS_BYTES.get(name.toLowerCase());
+  return unitBytes === undefined ? null : Math.round(Number(digits) * unitBytes);
 }
 
 /** `prefillPort` → `--prefill-port`. */
@@ -788,7 +855,7 @@ export function flagsTable(): string {
     const cells = [
       `\`${usageOf(key, row)}\``,
       name === null ? '' : `\`${name}\``,
-      row.commands.length === EVERY.length ? 'every' : row.commands.join(', '),
+      row.commands.length >= EVERY.length ? 'every' : row.commands.join(', '),
       row.unit ?? '',
       defaultTextOf(row),
       row.help,
@@ -810,12 +877,16 @@ export function helpFor(command: Command): string {
         : ` [${standard}${row.unit === undefined || row.defaultText !== undefined ? '' : ` ${row.unit}`}]`;
     return `  ${usageOf(key, row).padEnd(width)}  ${row.help}${note}`;
   });
-  const name = environmentNameOf(rows[0]![0]);
-  const environment = rows.some(([key]) => environmentNameOf(key) !== null)
-    ? `\nAn option may also come from the environment, in capitals: ${flagOf('logLevel')} is ${environmentNameOf('logLevel')}` +
-      `${name === null || rows[0]![0] === 'logLevel' ? '' : `, ${flagOf(rows[0]![0])} is ${name}`}. Flags win.\n`
-    : '';
-  return `handoff ${command}: ${COMMAND_HELP[command]}\n\n${lines.join('\n')}\n${environment}`;
+  const examples = rows.map(([key]) => key).filter((key) => environmentNameOf(key) !== null);
+  const [first, last] = [examples[0], examples.at(-1)];
+  const shown = [...new Set([last, first])].map((key) => key && `${flagOf(key)} is ${environmentNameOf(key)}`);
+  const environment =
+    first === undefined
+      ? ''
+      : `\nAn option may also come from the environment, in capitals: ${shown.join(', ')}. Flags win.\n`;
+  const positional = POSITIONAL[command];
+  const usage = positional === undefined ? command : `${command} [${(OPTIONS[positional] as Row).value}]`;
+  return `handoff ${usage}: ${COMMAND_HELP[command]}\n\n${lines.join('\n')}\n${environment}`;
 }
 
 function overview(): string {
@@ -878,7 +949,9 @@ function readFlags(command: Command, words: readonly string[], faults: string[])
   let forgivenIndex = -1;
   for (const token of tokens) {
     if (token.kind === 'positional' && token.index !== forgivenIndex) {
-      faults.push(`unexpected argument "${token.value}"`);
+      const key = POSITIONAL[command];
+      if (key === undefined || texts.has(key)) faults.push(`unexpected argument "${token.value}"`);
+      else texts.set(key, [token.value]);
     }
     if (token.kind !== 'option') continue;
     const before = faults.length;
@@ -938,6 +1011,12 @@ function parseValue(name: string, row: Row, texts: readonly string[], faults: st
       // A bare number could be anything; saying so is better than guessing a factor of 1000 wrong.
       if (/^\d+(\.\d+)?$/.test(text)) return refuse(`given with a unit: write ${text}ms, ${text}s or ${text}m`);
       return refuse(`a time such as 500ms, 10s or 2m, from ${formatDuration(min)} to ${formatDuration(max)}`);
+    }
+    case 'size': {
+      const value = parseSize(text);
+      const { min = 0, max = Number.MAX_SAFE_INTEGER } = row;
+      if (value !== null && value >= min && value <= max) return value;
+      return refuse('a size with its unit, such as 24GiB or 80GB');
     }
     case 'integers': {
       const parts = text.split(',');
@@ -1000,6 +1079,9 @@ function contradictions(command: Command, settings: Settings, given: Given): str
     case 'prefill':
     case 'decode':
       faults.push(...wrongOrder(settings), ...wrongPages(settings));
+      break;
+    case 'inspect':
+      faults.push(...wrongPages(settings));
       break;
     case 'logits':
       if (!('ids' in given)) faults.push(`${flagOf('ids')} is needed`);
@@ -1161,6 +1243,17 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         seed: settings.seed,
         ignoreEos: settings.ignoreEos,
         printIds: settings.printIds,
+      };
+    case 'inspect':
+      return {
+        command,
+        model: common.model,
+        json: settings.json,
+        memoryBytes: settings.memory,
+        pageTokens: settings.pageTokens,
+        prefillChunkTokens: settings.prefillChunkTokens,
+        maxRunningRequests: settings.maxRunningRequests,
+        contextLength: settings.contextLength,
       };
     case 'doctor':
       return { command, url: settings.url.replace(/\/+$/, ''), adminKey: settings.adminKey };

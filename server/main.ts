@@ -35,6 +35,9 @@ async function main(): Promise<void> {
       return (await import('./tools.ts')).runLogits(config);
     case 'generate':
       return (await import('./tools.ts')).runGenerate(config);
+    case 'inspect':
+      process.exitCode = await (await import('./inspect.ts')).runInspect(config);
+      return;
     case 'doctor':
       process.exitCode = await (await import('./operators/doctor.ts')).runDoctor(config);
       return;

@@ -1,12 +1,15 @@
-/** `handoff logits` and `handoff generate` as a person runs them: processes, files, exit codes. */
+/** `handoff logits`, `generate` and `inspect` as a person runs them: processes, files, exit codes. */
 import assert from 'node:assert/strict';
 import { spawn } from 'node:child_process';
-import { mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { mkdirSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
+import type { Tensor } from '../../kernels/tensor.ts';
 import { parseModelConfig } from '../../model/config.ts';
+import { openEngine } from '../../server/engine.ts';
+import { inspectCheckpoint, type Inspection } from '../../server/inspect.ts';
 import { generateCheckpoint, writeCheckpoint } from '../support/checkpoints.ts';
 import { assertGolden, readGolden, type Golden } from '../support/golden.ts';
 
@@ -27,11 +30,15 @@ function handoff(...args: string[]): Promise<Result> {
 }
 
 function handoffOn(adapter: string | undefined, env: NodeJS.ProcessEnv, args: readonly string[]): Promise<Result> {
-  const child = spawn(
-    process.execPath,
-    ['--import', 'tsx', 'server/main.ts', ...args, ...(adapter ? ['--adapter', adapter] : [])],
-    { cwd: repository, env, stdio: ['ignore', 'pipe', 'pipe'] },
-  );
+  return run([...args, ...(adapter ? ['--adapter', adapter] : [])], env);
+}
+
+function run(args: readonly string[], env: NodeJS.ProcessEnv): Promise<Result> {
+  const child = spawn(process.execPath, ['--import', 'tsx', 'server/main.ts', ...args], {
+    cwd: repository,
+    env,
+    stdio: ['ignore', 'pipe', 'pipe'],
+  });
   let stdout = '';
   let stderr = '';
   child.stdout.setEncoding('utf8').on('data', (text: string) => (stdout += text));
@@ -211,5 +218,70 @@ describe('handoff generate', () => {
     const result = await handoff('generate', '--model', nano, '--chat', 'Hi', '--max-tokens', '5000');
     assert.equal(result.code, 2, result.stderr);
     assert.match(result.stderr, /exceed the model's 4096 positions/);
+  });
+});
+
+describe('handoff inspect', () => {
+  const inspect = (...args: string[]): Promise<Result> => run(['inspect', ...args], process.env);
+
+  test('prints what a directory holds, in words or as one JSON object', async () => {
+    const words = await inspect('model/nano', '--memory', '24GiB');
+    assert.equal(words.code, 0, words.stderr);
+    assert.match(words.stdout, /^.*model\/nano\n/);
+    assert.match(words.stdout, /routed experts +MXFP4/);
+    assert.match(words.stdout, /of 4096 tokens +\d+ sequences/);
+    const json = await inspect('model/nano', '--memory', '24GiB', '--json');
+    assert.equal(json.code, 0, json.stderr);
+    const { kv, capacity } = JSON.parse(json.stdout) as Inspection;
+    assert.equal(kv.pageTokens, 128);
+    assert.equal(capacity!.memoryBytes, 24 * 2 ** 30);
+  });
+
+  test('names what is wrong with a checkpoint, without a stack trace', async () => {
+    const result = await inspect(nano, '--page-tokens', '256', '--prefill-chunk-tokens', '300');
+    assert.equal(result.code, 2);
+    const damaged = join(root, 'damaged');
+    const config = JSON.parse(readFileSync(join(nano, 'config.json'), 'utf8')) as object;
+    const header = '{"norm.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}';
+    mkdirSync(damaged);
+    writeFileSync(join(damaged, 'config.json'), JSON.stringify(config));
+    writeFileSync(join(damaged, 'model.safetensors'), `${String.fromCharCode(header.length)}\0\0\0\0\0\0\0${header}`);
+    const refused = await inspect(damaged);
+    assert.equal(refused.code, 1);
+    assert.equal(
+      refused.stderr,
+      'handoff: model.safetensors: tensor norm.weight: F32 [2] needs 8 bytes, data_offsets span 4\n',
+    );
+    assert.equal(refused.stdout, '');
+  });
+
+  test('knows what a worker allocates, to the byte', async () => {
+    const adapterName = process.env['HANDOFF_ADAPTER'];
+    const engine = await openEngine({
+      modelDir: nano,
+      ...(adapterName ? { adapterName } : {}),
+      maxRows: 256,
+      maxSequences: 8,
+      contextTokens: 1024,
+      choosePageCount: () => 9,
+      slotCount: 8,
+    });
+    // Kernels also keep their constants, some bytes each, which depend on the steps that have run.
+    const constants = [...engine.device.uniforms.values()] as Tensor[];
+    const constantBytes = constants.reduce((sum, { byteLength }) => sum + byteLength, 0);
+    const allocatedBytes = engine.device.allocatedBytes - constantBytes;
+    engine.close();
+    const { adapter, kv } = await inspectCheckpoint({
+      command: 'inspect',
+      model: nano,
+      json: false,
+      memoryBytes: null,
+      pageTokens: 128,
+      prefillChunkTokens: 256,
+      maxRunningRequests: 8,
+      contextLength: 1024,
+    });
+    const poolBytes = 9 * kv.pageBytes + 8 * kv.slotBytes;
+    assert.equal(allocatedBytes, adapter.weightBytes + adapter.workspaceBytes.prefill + poolBytes);
   });
 });

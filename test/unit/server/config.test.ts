@@ -10,12 +10,14 @@ import {
   embeddedModelDir,
   environmentNameOf,
   flagOf,
+  parseSize,
   resolveConfig,
 } from '../../../server/config.ts';
 import type {
   AllConfig,
   Config,
   GenerateConfig,
+  InspectConfig,
   LogitsConfig,
   RouterConfig,
   WorkerConfig,
@@ -260,8 +262,38 @@ test('all passes on what it shares with a role, and nothing else', () => {
   }
 });
 
+test('inspect takes a directory, and plans with the sizes of a worker', () => {
+  const config = resolveConfig(['inspect', 'model/nano', '--memory', '24GiB', '--json'], {
+    HANDOFF_PAGE_TOKENS: '256',
+  }) as InspectConfig;
+  assert.deepEqual(config, {
+    command: 'inspect',
+    model: resolve('model/nano'),
+    json: true,
+    memoryBytes: 24 * 2 ** 30,
+    pageTokens: 256,
+    prefillChunkTokens: 256,
+    maxRunningRequests: 64,
+    contextLength: null,
+  });
+  assert.equal((resolveConfig(['inspect', '--model', 'model/nano'], {}) as InspectConfig).model, resolve('model/nano'));
+  assert.deepEqual(faultsOf(['inspect', 'model/nano', 'more']), ['unexpected argument "more"']);
+  assert.match(
+    faultsOf(['inspect', 'test']).join(),
+    /--model: no config\.json in .*test; expected a checkpoint directory/,
+  );
+  assert.match(faultsOf(['inspect', '--memory', '24']).join(), /--memory must be a size with its unit, such as 24GiB/);
+  assert.match(faultsOf(['inspect', '--memory', '0GiB']).join(), /--memory must be a size/);
+});
+
+test('a size has a unit of powers of two or of ten', () => {
+  const sizes = { '24GiB': 24 * 2 ** 30, '1.5 TiB': 1.5 * 2 ** 40, '80GB': 8e10, '512mib': 2 ** 29, '0.3kB': 300 };
+  for (const [text, bytes] of Object.entries(sizes)) assert.equal(parseSize(text), bytes, text);
+  for (const text of ['24', '24G', 'GiB', '-1GiB', '1e3GB', '24GiBs', '']) assert.equal(parseSize(text), null, text);
+});
+
 test('help of a command shows exactly its flags', () => {
-  for (const command of ['all', 'router', 'prefill', 'decode', 'logits', 'generate'] as const) {
+  for (const command of ['all', 'router', 'prefill', 'decode', 'logits', 'generate', 'inspect'] as const) {
     const help = resolveConfig([command, '--nonsense', '--help'], {});
     assert.ok(help.command === 'help');
     const shown = [...help.text.matchAll(/^ {2}(--[a-z-]+)/gm)].map((match) => match[1]);
