@@ -18,7 +18,8 @@ import { loadTokenizer } from '../../model/tokenizer.ts';
 import { createAdminGate } from '../../server/operators/admin.ts';
 import { ApiError } from '../../server/errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
-import type { HttpLimits, RequestObserver } from '../../server/http.ts';
+import type { HttpLimits } from '../../server/http.ts';
+import type { RequestObserver } from '../../server/api/serve.ts';
 import type { RoomHandle, RoomOutcome, RoomRequest, Rooms } from '../../server/rooms.ts';
 
 const modelDirectory = fileURLToPath(new URL('../../model/nano', import.meta.url));
@@ -687,13 +688,7 @@ describe('an error', () => {
       {},
       { status: 400, code: 'invalid_value', param: 'temperature' },
     ],
-    [
-      'a wrong field',
-      '/v1/completions',
-      { prompt: 'a', n: 2 },
-      {},
-      { status: 400, code: 'unsupported_parameter', param: 'n' },
-    ],
+    ['a wrong field', '/v1/completions', { prompt: 'a', n: 0 }, {}, { status: 400, code: 'invalid_value', param: 'n' }],
     [
       'an unknown model',
       '/v1/chat/completions',
@@ -707,6 +702,23 @@ describe('an error', () => {
       { prompt: 'a' },
       { 'content-type': 'text/plain' },
       { status: 415, code: 'unsupported_media_type', param: null },
+    ],
+    [
+      'a final message that cannot be continued',
+      '/v1/chat/completions',
+      { ...plain, continue_final_message: true },
+      {},
+      { status: 400, code: 'invalid_value', param: 'messages[0]' },
+    ],
+    [
+      'a final message with tool calls that is to be continued (96)',
+      '/v1/chat/completions',
+      {
+        messages: [...messages, { role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: '{}' } }] }],
+        continue_final_message: true,
+      },
+      {},
+      { status: 400, code: 'invalid_value', param: 'messages[1]' },
     ],
     ['an unknown route', '/v1/embeddings', { input: 'a' }, {}, { status: 404, code: 'not_found', param: null }],
     [

@@ -42,10 +42,26 @@ const onlyIn: Record<string, readonly string[]> = {
   webgpu: ['kernels/device.ts', 'server/adapter/probe.ts'],
 };
 
+/** The APIs as data; what is at their edges reads clocks and sockets. */
+const pureApi = [
+  'chat',
+  'completions',
+  'conversation',
+  'dialect',
+  'fields',
+  'generate',
+  'generation',
+  'messages',
+  'openapi',
+  'responses',
+  'sampling',
+  'tokenize',
+].map((name) => `server/api/${name}.ts`);
+
 /** No clock, randomness, I/O, timers or promises: what the simulator replays and the checker explores. */
 export function isPure(path: string): boolean {
   if (/^(transfer|scheduler)\//.test(path)) return path !== 'transfer/channel.ts';
-  return ['server/balancer.ts', 'server/openai.ts', 'server/generation.ts'].includes(path);
+  return path === 'server/balancer.ts' || pureApi.includes(path);
 }
 
 /** Files that must load without Dawn: the router's process has no GPU. */

@@ -1,25 +1,22 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
-import { ApiError } from '../../../server/errors.ts';
-import type { JsonObject } from '../../../server/fields.ts';
-import { sumDeltas } from '../../../server/generation.ts';
-import type { AnswerDelta } from '../../../server/generation.ts';
-import {
-  chatBody,
-  completionBody,
-  createChunkWriter,
-  parseChatRequest,
-  parseCompletionRequest,
-  parseDetokenizeRequest,
-  parseTokenizeRequest,
-  resolveMaxTokens,
-} from '../../../server/openai.ts';
-import type { ServedModel } from '../../../server/openai.ts';
+import { planChat } from '../../../../server/api/chat.ts';
+import { planCompletion } from '../../../../server/api/completions.ts';
+import type { GenerationPlan } from '../../../../server/api/dialect.ts';
+import type { JsonObject } from '../../../../server/api/fields.ts';
+import { sumDeltas } from '../../../../server/api/generation.ts';
+import type { AnswerDelta, Finish, LoggedToken, TokenUsage } from '../../../../server/api/generation.ts';
+import { resolveMaxTokens } from '../../../../server/api/sampling.ts';
+import type { ServedModel } from '../../../../server/api/sampling.ts';
+import { parseDetokenizeRequest, parseTokenizeRequest } from '../../../../server/api/tokenize.ts';
+import { ApiError } from '../../../../server/errors.ts';
 
 const served: ServedModel = {
   modelId: 'nano',
+  names: ['nano', 'small/one'],
   contextLength: 100,
   vocabSize: 1000,
+  maxChoices: 8,
   thinkingByDefault: true,
   defaultTemperature: 1,
   defaultTopP: 1,
@@ -29,9 +26,20 @@ const messages = [{ role: 'user', content: 'hi' }];
 const tool = { type: 'function', function: { name: 'add', parameters: { type: 'object' } } };
 const call = { id: 'c1', type: 'function', function: { name: 'add', arguments: '{"a":1}' } };
 
-const chat = (fields: JsonObject) => parseChatRequest({ messages, ...fields }, served);
-const completion = (fields: JsonObject) => parseCompletionRequest({ prompt: 'hi', ...fields }, served);
-const message = (fields: JsonObject) => chat({ messages: [...messages, fields] }).conversation.messages[1];
+const plan = (fields: JsonObject) => planChat({ messages, ...fields }, served);
+const chat = (fields: JsonObject) => plan(fields).call;
+const completion = (fields: JsonObject) => planCompletion({ prompt: 'hi', ...fields }, served);
+const conversation = (fields: JsonObject) => {
+  const [prompt] = plan(fields).prompts;
+  assert.ok(prompt?.kind === 'conversation');
+  return prompt.conversation;
+};
+const reading = (fields: JsonObject) => {
+  const found = plan(fields).reading;
+  assert.ok(found.kind === 'chat');
+  return found;
+};
+const message = (fields: JsonObject) => conversation({ messages: [...messages, fields] }).messages[1];
 
 function refusal(act: () => unknown): { code: string; param: string | null; message: string } {
   try {
@@ -60,7 +68,11 @@ test('a wrong chat field is refused by name', () => {
       'unsupported_value',
       'messages[0].content[0].type',
     ],
-    [{ messages: [{ role: 'user', content: [{ type: 'text' }] }] }, 'invalid_type', 'messages[0].content[0].text'],
+    [
+      { messages: [{ role: 'user', content: [{ type: 'text' }] }] },
+      'missing_required_parameter',
+      'messages[0].content[0].text',
+    ],
     [
       { messages: [{ role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: '[1]' } }] }] },
       'invalid_value',
@@ -87,7 +99,11 @@ test('a wrong chat field is refused by name', () => {
     [{ stream_options: { include_usage: 1 } }, 'invalid_type', 'stream_options.include_usage'],
     [{ ignore_eos: 1 }, 'invalid_type', 'ignore_eos'],
     [{ n: 0 }, 'invalid_value', 'n'],
-    [{ n: 2 }, 'unsupported_parameter', 'n'],
+    [{ n: 9 }, 'invalid_value', 'n'],
+    [{ n: 1.5 }, 'invalid_type', 'n'],
+    [{ rid: 'a b' }, 'invalid_value', 'rid'],
+    [{ priority: 2 ** 40 }, 'invalid_value', 'priority'],
+    [{ cache_salt: 5 }, 'invalid_type', 'cache_salt'],
     [{ logprobs: true }, 'unsupported_parameter', 'logprobs'],
     [{ top_logprobs: '5' }, 'invalid_type', 'top_logprobs'],
     [{ presence_penalty: 1 }, 'unsupported_parameter', 'presence_penalty'],
@@ -117,7 +133,10 @@ test('a wrong chat field is refused by name', () => {
     [{ reasoning_effort: 'huge' }, 'invalid_value', 'reasoning_effort'],
     [{ chat_template_kwargs: { thinking: 'yes' } }, 'invalid_type', 'chat_template_kwargs.thinking'],
     [{ thinking: { type: 'maybe' } }, 'invalid_value', 'thinking.type'],
-    [{ continue_final_message: true }, 'unsupported_parameter', 'continue_final_message'],
+    [{ continue_final_message: true, add_generation_prompt: true }, 'invalid_value', 'continue_final_message'],
+    [{ add_generation_prompt: false }, 'unsupported_value', 'add_generation_prompt'],
+    [{ tools: [{ type: 'function' }] }, 'missing_required_parameter', 'tools[0].function'],
+    [{ tools: [{ function: { name: 'f' } }] }, 'missing_required_parameter', 'tools[0].type'],
     [{ model: 'gpt-4' }, 'model_not_found', 'model'],
   ];
   for (const [fields, code, param] of cases) {
@@ -135,12 +154,15 @@ test('a wrong completion field is refused by name', () => {
     [{ prompt: [1, 'a'] }, 'invalid_type', 'prompt[1]'],
     [{ prompt: [1, 1000] }, 'invalid_value', 'prompt[1]'],
     [{ prompt: [1, -1] }, 'invalid_value', 'prompt[1]'],
-    [{ prompt: ['a', 'b'] }, 'unsupported_value', 'prompt'],
+    [{ prompt: ['a', [1]] }, 'invalid_type', 'prompt[1]'],
+    [{ prompt: ['a', null] }, 'missing_required_parameter', 'prompt[1]'],
+    [{ prompt: Array(257).fill('a') }, 'invalid_value', 'prompt'],
+    [{ prompt: Array(100).fill('a'), n: 3 }, 'invalid_value', 'n'],
     [{ prompt: [[1, 0.5]] }, 'invalid_type', 'prompt[0][1]'],
     [{ prompt: { text: 'a' } }, 'invalid_type', 'prompt'],
-    [{ echo: true }, 'unsupported_parameter', 'echo'],
+    [{ echo: 1 }, 'invalid_type', 'echo'],
     [{ logprobs: 0 }, 'unsupported_parameter', 'logprobs'],
-    [{ best_of: 2 }, 'unsupported_parameter', 'best_of'],
+    [{ best_of: 2 }, 'unsupported_value', 'best_of'],
     [{ suffix: 'x' }, 'unsupported_parameter', 'suffix'],
     [{ max_tokens: 0 }, 'invalid_value', 'max_tokens'],
   ];
@@ -156,13 +178,14 @@ test('a refusal names what is accepted and echoes little of what was sent', () =
 });
 
 test('null means absent in every field, and unknown fields are ignored', () => {
-  const plain = chat({});
+  const same = (fields: JsonObject) => ({ ...plan(fields), createDialect: null });
+  const plain = same({});
   const fields = ['temperature', 'top_p', 'top_k', 'min_p', 'seed', 'stop', 'max_tokens', 'stream', 'stream_options'];
   const more = ['tools', 'tool_choice', 'parallel_tool_calls', 'logit_bias', 'response_format', 'n', 'logprobs'];
   const kwargs = ['chat_template_kwargs', 'reasoning_effort', 'thinking', 'ignore_eos', 'skip_special_tokens'];
-  for (const name of [...fields, ...more, ...kwargs]) assert.deepEqual(chat({ [name]: null }), plain, name);
+  for (const name of [...fields, ...more, ...kwargs]) assert.deepEqual(same({ [name]: null }), plain, name);
   const extras = { store: true, user: 7, metadata: { a: 1 }, service_tier: 'auto', bootstrap_room: 5, made_up: {} };
-  assert.deepEqual(chat(extras), plain);
+  assert.deepEqual(same(extras), plain);
 });
 
 test('values that change nothing are accepted for fields that are not supported', () => {
@@ -227,15 +250,30 @@ test('arguments of earlier calls may be empty, null, an object, or no JSON at al
 });
 
 test('tools are kept as they stand, and left out of the prompt when the choice is none', () => {
-  const auto = chat({ tools: [tool] });
-  assert.deepEqual(auto.conversation.tools, [tool]);
-  assert.equal(auto.maxToolCalls, Infinity);
-  assert.equal(chat({ tools: [tool], parallel_tool_calls: false }).maxToolCalls, 1);
-  const none = chat({ tools: [tool], tool_choice: 'none' });
-  assert.deepEqual(none.conversation.tools, []);
-  assert.equal(none.maxToolCalls, 0);
-  assert.equal(none.readsToolCalls, true);
-  assert.equal(chat({ tools: [] }).readsToolCalls, false);
+  assert.deepEqual(conversation({ tools: [tool] }).tools, [tool]);
+  assert.equal(reading({ tools: [tool] }).maxToolCalls, Infinity);
+  assert.equal(reading({ tools: [tool], parallel_tool_calls: null }).maxToolCalls, Infinity);
+  assert.equal(reading({ tools: [tool], parallel_tool_calls: false }).maxToolCalls, 1);
+  const none = { tools: [tool], tool_choice: 'none' };
+  assert.deepEqual(conversation(none).tools, []);
+  assert.equal(reading(none).maxToolCalls, 0);
+  assert.equal(reading(none).readsToolCalls, true);
+  assert.equal(reading({ tools: [] }).readsToolCalls, false);
+});
+
+test('a final message that goes on is the end of the prompt, and the answer is no reasoning', () => {
+  const given = { messages: [...messages, { role: 'assistant', content: 'The answer is' }] };
+  const { prompts, reading: read } = plan({ ...given, continue_final_message: true });
+  const [prompt] = prompts;
+  assert.ok(prompt?.kind === 'conversation' && read.kind === 'chat');
+  assert.equal(prompt.conversation.continueFinalMessage, true);
+  assert.equal(read.thinking, false);
+});
+
+test('reasoning is told apart, hidden or written into the content, as asked', () => {
+  assert.equal(reading({ include_reasoning: false }).reasoning, 'hidden');
+  assert.equal(reading({ separate_reasoning: false }).reasoning, 'inline');
+  assert.equal(reading({}).reasoning, 'separate');
 });
 
 test('the ways to ask for reasoning have an order', () => {
@@ -250,10 +288,10 @@ test('the ways to ask for reasoning have an order', () => {
     [{ thinking: { type: 'disabled' }, chat_template_kwargs: { thinking: true } }, false],
   ];
   for (const [fields, thinking] of cases) {
-    assert.equal(chat(fields).conversation.thinking, thinking, JSON.stringify(fields));
+    assert.equal(conversation(fields).thinking, thinking, JSON.stringify(fields));
   }
   const off = { ...served, thinkingByDefault: false };
-  assert.equal(parseChatRequest({ messages }, off).conversation.thinking, false);
+  assert.equal((planChat({ messages }, off).reading as { thinking: boolean }).thinking, false);
 });
 
 test('efforts are mapped to those the model was trained with', () => {
@@ -265,37 +303,45 @@ test('efforts are mapped to those the model was trained with', () => {
     ['max', 'max'],
   ];
   for (const [given, expected] of efforts) {
-    assert.equal(chat({ reasoning_effort: given }).conversation.reasoningEffort, expected);
-    assert.equal(chat({ chat_template_kwargs: { reasoning_effort: given } }).conversation.reasoningEffort, expected);
+    assert.equal(conversation({ reasoning_effort: given }).reasoningEffort, expected);
+    assert.equal(conversation({ chat_template_kwargs: { reasoning_effort: given } }).reasoningEffort, expected);
   }
-  assert.equal(chat({}).conversation.reasoningEffort, undefined);
+  assert.equal(conversation({}).reasoningEffort, undefined);
 });
 
-test('a prompt is text or ids, alone or as the only entry of a list', () => {
-  assert.equal(completion({ prompt: 'a' }).prompt, 'a');
-  assert.equal(completion({ prompt: ['a'] }).prompt, 'a');
-  assert.deepEqual(completion({ prompt: [1, 2] }).prompt, [1, 2]);
-  assert.deepEqual(completion({ prompt: [[1, 2]] }).prompt, [1, 2]);
-  assert.equal(completion({ prompt: 'a\uDC00' }).prompt, 'a\uFFFD');
+test('a prompt is text or ids, alone or one of many', () => {
+  const prompts = (prompt: unknown) => completion({ prompt }).prompts;
+  const text = (content: string) => ({ kind: 'text', text: content });
+  const ids = (...of: number[]) => ({ kind: 'ids', ids: of });
+  assert.deepEqual(prompts('a'), [text('a')]);
+  assert.deepEqual(prompts(['a', 'b']), [text('a'), text('b')]);
+  assert.deepEqual(prompts([1, 2]), [ids(1, 2)]);
+  assert.deepEqual(prompts([[1, 2], [3]]), [ids(1, 2), ids(3)]);
+  assert.deepEqual(prompts('a\uDC00'), [text('a\uFFFD')]);
 });
+
+/** The tokens of an answer to a prompt of that many, with a context of 100. */
+const limitOf = (given: GenerationPlan, tokenCount: number) =>
+  resolveMaxTokens(given.call, { tokenCount, param: given.promptParam, fallback: given.fallbackTokens }, 100);
 
 test('the token limit is what was asked for, else the rest of the context or sixteen', () => {
-  assert.equal(resolveMaxTokens(chat({ max_tokens: 5 }), 90, 100), 5);
-  assert.equal(resolveMaxTokens(chat({ max_tokens: 5, max_completion_tokens: 6 }), 90, 100), 6);
-  assert.equal(resolveMaxTokens(chat({}), 90, 100), 10);
-  assert.equal(resolveMaxTokens(completion({}), 50, 100), 16);
-  assert.equal(resolveMaxTokens(completion({}), 90, 100), 10);
+  assert.equal(limitOf(plan({ max_tokens: 5 }), 90), 5);
+  assert.equal(limitOf(plan({ max_tokens: 5, max_completion_tokens: 6 }), 90), 6);
+  assert.equal(limitOf(plan({}), 90), 10);
+  assert.equal(limitOf(completion({}), 50), 16);
+  assert.equal(limitOf(completion({}), 90), 10);
+  assert.equal(limitOf(completion({ echo: true, max_tokens: 0 }), 90), 0);
 });
 
 test('what does not fit the context is refused with the real numbers', () => {
-  const asked = refusal(() => resolveMaxTokens(completion({ max_tokens: 16 }), 90, 100));
+  const asked = refusal(() => limitOf(completion({ max_tokens: 16 }), 90));
   assert.equal(asked.code, 'context_length_exceeded');
   assert.equal(asked.param, 'prompt');
   assert.match(
     asked.message,
     /maximum context length is 100 tokens.*106 tokens \(90 in the prompt, 16 in the answer\)/,
   );
-  const full = refusal(() => resolveMaxTokens(chat({}), 120, 100));
+  const full = refusal(() => limitOf(plan({}), 120));
   assert.equal(full.param, 'messages');
   assert.match(full.message, /maximum context length is 100 tokens.*120 tokens/);
   assert.ok(!full.message.includes('-'), full.message);
@@ -305,6 +351,7 @@ test('the model is the served one, by name, as default, or unsaid', () => {
   assert.equal(chat({}).model, 'nano');
   assert.equal(chat({ model: 'nano' }).model, 'nano');
   assert.equal(chat({ model: 'default' }).model, 'default');
+  assert.equal(chat({ model: 'small/one' }).model, 'small/one');
 });
 
 test('tokenize takes a text, texts or a conversation, and detokenize one or many lists of ids', () => {
@@ -316,11 +363,11 @@ test('tokenize takes a text, texts or a conversation, and detokenize one or many
     nested: true,
     returnTokenStrings: false,
   });
-  const conversation = texts({ messages, tools: [tool], chat_template_kwargs: { thinking: false } });
-  assert.ok(conversation.kind === 'chat');
-  assert.deepEqual(conversation.conversation.tools, [tool]);
-  assert.equal(conversation.conversation.thinking, false);
-  assert.equal(conversation.conversation.openAnswer, true);
+  const rendered = texts({ messages, tools: [tool], chat_template_kwargs: { thinking: false } });
+  assert.ok(rendered.kind === 'chat');
+  assert.deepEqual(rendered.conversation.tools, [tool]);
+  assert.equal(rendered.conversation.thinking, false);
+  assert.equal(rendered.conversation.openAnswer, true);
   assert.equal(refusal(() => texts({})).param, 'prompt');
   assert.equal(refusal(() => texts({ prompt: 'a', messages })).param, 'messages');
   assert.equal(refusal(() => texts({ prompt: [1] })).param, 'prompt[0]');
@@ -335,8 +382,8 @@ test('tokenize takes a text, texts or a conversation, and detokenize one or many
 });
 
 const head = { id: 'chatcmpl-1', created: 5, model: 'nano' };
-const usage = { promptTokens: 3, completionTokens: 4, reasoningTokens: 1 };
-const finish = { reason: 'tool_calls', matchedStop: 1 } as const;
+const usage: TokenUsage = { promptTokens: 3, cachedTokens: 0, completionTokens: 4, reasoningTokens: 1 };
+const finish: Finish = { reason: 'tool_calls', matchedStop: 1 };
 const deltas: AnswerDelta[] = [
   { kind: 'reasoning', text: 'r' },
   { kind: 'content', text: 'c' },
@@ -344,11 +391,24 @@ const deltas: AnswerDelta[] = [
   { kind: 'tool_arguments', index: 0, text: '{"a":' },
   { kind: 'tool_arguments', index: 0, text: '1}' },
 ];
+/** Token 1 is the first byte of a character, token 2 a word. */
+const tokens = {
+  bytes: (id: number) => (id === 1 ? Uint8Array.of(0xe4) : Buffer.from(`w${id}`)),
+  text: (id: number) => (id === 1 ? '\uFFFD' : `w${id}`),
+  textOf: (ids: readonly number[]) => ids.map((id) => `w${id}`).join(''),
+};
+const dialectOf = (given: GenerationPlan) => given.createDialect({ head, usage: () => usage, tokens });
+const parsed = (events: string[]) =>
+  events.map((each): unknown => {
+    const data = /^data: (.*)\n\n$/s.exec(each)?.[1];
+    assert.ok(data !== undefined && !data.includes('\n'), each);
+    return data === '[DONE]' ? data : JSON.parse(data);
+  });
 
 test('the chunks of a chat stream come in the order and shape that clients rely on', () => {
-  const writer = createChunkWriter(head, chat({ stream_options: { include_usage: true } }));
-  const chunks = [...writer.open(usage), ...deltas.map((delta) => writer.delta(delta, usage))];
-  chunks.push(...writer.close(finish, usage));
+  const dialect = dialectOf(plan({ stream_options: { include_usage: true } }));
+  const events = deltas.flatMap((delta) => dialect.delta(0, delta));
+  events.push(...dialect.finish(0, finish), ...dialect.end());
   const base = { id: 'chatcmpl-1', object: 'chat.completion.chunk', created: 5, model: 'nano' };
   const chunk = (delta: object) => ({
     ...base,
@@ -362,7 +422,7 @@ test('the chunks of a chat stream come in the order and shape that clients rely 
     prompt_tokens_details: { cached_tokens: 0 },
     completion_tokens_details: { reasoning_tokens: 1 },
   };
-  assert.deepEqual(chunks, [
+  assert.deepEqual(parsed(events), [
     chunk({ role: 'assistant', content: '' }),
     chunk({ reasoning_content: 'r' }),
     chunk({ content: 'c' }),
@@ -375,48 +435,116 @@ test('the chunks of a chat stream come in the order and shape that clients rely 
       usage: null,
     },
     { ...base, choices: [], usage: usageFields },
+    '[DONE]',
   ]);
 });
 
 test('usage stays out of a stream unless asked for, and runs along only when asked for too', () => {
-  const plain = createChunkWriter(head, chat({ stream_options: {} }));
-  for (const chunk of [...plain.open(usage), ...plain.close(finish, usage)]) assert.ok(!('usage' in chunk));
+  const plain = dialectOf(plan({ stream_options: {} }));
+  const events = [...plain.delta(0, deltas[1]!), ...plain.finish(0, finish), ...plain.end()];
+  assert.ok(events.every((each) => !each.includes('usage')));
   const options = { include_usage: true, continuous_usage_stats: true };
-  const running = createChunkWriter(head, completion({ stream_options: options }));
-  const first = running.delta({ kind: 'content', text: 'c' }, usage) as { usage: { total_tokens: number } };
-  assert.equal(first.usage.total_tokens, 7);
+  const running = dialectOf(completion({ stream_options: options }));
+  const [first] = parsed(running.delta(0, { kind: 'content', text: 'c' })) as { usage: { total_tokens: number } }[];
+  assert.equal(first?.usage.total_tokens, 7);
+});
+
+test('every choice opens with its role and ends with one finish, whatever the others do', () => {
+  const dialect = dialectOf(plan({ n: 2 }));
+  const events = [
+    ...dialect.delta(1, { kind: 'content', text: 'b' }),
+    ...dialect.finish(1, { reason: 'stop', matchedStop: null }),
+    ...dialect.finish(0, { reason: 'length', matchedStop: null }),
+  ];
+  const choices = (parsed(events) as { choices: { index: number; delta: object; finish_reason: string }[] }[]).map(
+    ({ choices: [choice] }) => [choice?.index, Object.keys(choice!.delta), choice?.finish_reason],
+  );
+  assert.deepEqual(choices, [
+    [1, ['role', 'content'], null],
+    [1, ['content'], null],
+    [1, [], 'stop'],
+    [0, ['role', 'content'], null],
+    [0, [], 'length'],
+  ]);
 });
 
 test('the chunks of a completion stream carry text and no role', () => {
-  const writer = createChunkWriter(head, completion({}));
-  assert.deepEqual(writer.open(usage), []);
-  const [chunk] = [writer.delta({ kind: 'content', text: 'c' }, usage)] as { object: string; choices: object[] }[];
+  const dialect = dialectOf(completion({}));
+  const [chunk] = parsed(dialect.delta(0, { kind: 'content', text: 'c' })) as { object: string; choices: object[] }[];
   assert.equal(chunk?.object, 'text_completion');
   assert.deepEqual(chunk?.choices, [{ index: 0, text: 'c', logprobs: null, finish_reason: null }]);
 });
 
+test('an echo is the prompt of the choice, once, and moves the offsets of its tokens', () => {
+  const given = completion({ prompt: ['one', 'two'], n: 2, echo: true });
+  const logged: LoggedToken[] = [{ id: 2, logprob: -0.5, top: [], offset: 0 }];
+  const dialect = dialectOf(given);
+  const events = [
+    ...dialect.delta(2, { kind: 'content', text: 'w2', logged }),
+    ...dialect.delta(2, { kind: 'content', text: '!' }),
+    ...dialect.finish(3, finish),
+  ];
+  const choices = (parsed(events) as { choices: { index: number; text: string; logprobs: unknown }[] }[]).map(
+    ({ choices: [choice] }) => choice!,
+  );
+  assert.deepEqual(
+    choices.map(({ index, text }) => [index, text]),
+    [
+      [2, 'two'],
+      [2, 'w2'],
+      [2, '!'],
+      [3, 'two'],
+      [3, ''],
+    ],
+  );
+  assert.deepEqual(choices[1]?.logprobs, {
+    tokens: ['w2'],
+    token_logprobs: [-0.5],
+    top_logprobs: [{}],
+    text_offset: [3],
+  });
+});
+
+test('a token is shown with its true bytes, and an impossible one with a number that JSON can hold', () => {
+  const top = [{ id: 2, logprob: -0.1 }];
+  const logged: LoggedToken[] = [{ id: 1, logprob: -Infinity, top, offset: 0 }];
+  const [, chunk] = parsed(dialectOf(plan({})).delta(0, { kind: 'content', text: 'x', logged }));
+  const { choices } = chunk as { choices: { logprobs: { content: unknown } }[] };
+  assert.deepEqual(choices[0]?.logprobs.content, [
+    {
+      token: '\uFFFD',
+      logprob: -9999,
+      bytes: [0xe4],
+      top_logprobs: [{ token: 'w2', logprob: -0.1, bytes: [0x77, 0x32] }],
+    },
+  ]);
+});
+
+interface WholeBody {
+  object: string;
+  choices: { message: { content: string | null } }[];
+  usage: { total_tokens: number };
+}
+
 test('a whole chat answer leaves out what is not there', () => {
-  const whole = chatBody(head, sumDeltas(deltas), finish, usage);
-  assert.deepEqual(whole.choices[0]?.message, {
+  const body = (of: readonly AnswerDelta[], end: Finish) =>
+    dialectOf(plan({})).body([{ answer: sumDeltas(of), finish: end }]) as WholeBody;
+  assert.deepEqual(body(deltas, finish).choices[0]?.message, {
     role: 'assistant',
     content: 'c',
     refusal: null,
     reasoning_content: 'r',
     tool_calls: [{ id: 'call_1', type: 'function', function: { name: 'add', arguments: '{"a":1}' } }],
   });
-  const empty = chatBody(head, sumDeltas([]), { reason: 'stop', matchedStop: null }, usage);
+  const empty = body([], { reason: 'stop', matchedStop: null });
   assert.deepEqual(empty.choices[0]?.message, { role: 'assistant', content: '', refusal: null });
-  const onlyCall = chatBody(head, sumDeltas(deltas.slice(2)), finish, usage);
-  assert.equal(onlyCall.choices[0]?.message.content, null);
+  assert.equal(body(deltas.slice(2), finish).choices[0]?.message.content, null);
 });
 
 test('a whole completion answer has text, finish reason and usage', () => {
-  const body = completionBody(
-    head,
-    sumDeltas([{ kind: 'content', text: 'x' }]),
-    { reason: 'length', matchedStop: null },
-    usage,
-  );
+  const answer = sumDeltas([{ kind: 'content', text: 'x' }]);
+  const end: Finish = { reason: 'length', matchedStop: null };
+  const body = dialectOf(completion({})).body([{ answer, finish: end }]) as WholeBody;
   assert.equal(body.object, 'text_completion');
   assert.deepEqual(body.choices, [
     { index: 0, text: 'x', logprobs: null, finish_reason: 'length', matched_stop: null },

@@ -1,15 +1,13 @@
 /**
  * The two forms of an answer on the wire: one JSON body when it is complete, or server-sent events while it
  * grows, with everything that can go wrong at the socket of a stream: a reader that is slow, one that is gone,
- * an answer that fails after its headers.
+ * an answer that fails after its headers. What the events say is the dialect's.
  */
 import type { FastifyReply } from 'fastify';
-import { errorBody } from './errors.ts';
-import type { ApiError } from './errors.ts';
+import type { ApiError } from '../errors.ts';
+import type { Dialect } from './dialect.ts';
 import { appendDelta, sumDeltas } from './generation.ts';
-import type { AnswerDelta, Finish, TokenUsage } from './generation.ts';
-import { chatBody, completionBody } from './openai.ts';
-import type { AnswerHead, ChatCall, ChunkWriter, CompletionCall } from './openai.ts';
+import type { AnswerDelta, Finish } from './generation.ts';
 
 /** What the reader of one stream may cost. */
 export interface StreamLimits {
@@ -32,33 +30,42 @@ const eventStreamHeaders = {
 
 /** One of the two forms of an answer on the wire. */
 export interface AnswerForm {
-  deltas(deltas: readonly AnswerDelta[]): void;
-  finish(finish: Finish): void;
+  /** More of a choice. */
+  deltas(choice: number, deltas: readonly AnswerDelta[]): void;
+  /** The end of a choice; comes once for each. */
+  finish(choice: number, finish: Finish): void;
+  /** All choices have ended. */
+  end(): void;
   /** Tell the client about an error; false if the headers are not sent, so that it can be a plain response. */
   fail(error: ApiError): boolean;
   /** The client is gone, or no longer wanted: release timers and the socket. */
   drop(): void;
 }
 
-/** An answer that is sent when it is complete. */
-export function wholeAnswer(
-  reply: FastifyReply,
-  call: ChatCall | CompletionCall,
-  head: AnswerHead,
-  usage: TokenUsage,
-): AnswerForm {
-  const parts: AnswerDelta[] = [];
+/** An answer of `choiceCount` choices that is sent when it is complete. */
+export function wholeAnswer(reply: FastifyReply, dialect: Dialect, choiceCount: number): AnswerForm {
+  const parts = Array.from({ length: choiceCount }, (): AnswerDelta[] => []);
+  const finishes: Finish[] = [];
   return {
-    deltas(deltas) {
-      for (const delta of deltas) appendDelta(parts, delta);
+    deltas(choice, deltas) {
+      for (const delta of deltas) appendDelta(parts[choice]!, delta);
     },
-    finish(finish) {
-      const body = call.kind === 'chat' ? chatBody : completionBody;
-      void reply.send(body(head, sumDeltas(parts), finish, usage));
+    finish(choice, finish) {
+      finishes[choice] = finish;
+    },
+    end() {
+      const choices = parts.map((deltas, choice) => ({ answer: sumDeltas(deltas), finish: finishes[choice]! }));
+      void reply.send(dialect.body(choices));
     },
     fail: () => false,
     drop: () => void reply.hijack(),
   };
+}
+
+/** What waits of one choice: its deltas, and behind them its end. */
+interface Waiting {
+  deltas: AnswerDelta[];
+  finish: Finish | null;
 }
 
 /**
@@ -70,19 +77,18 @@ export function wholeAnswer(
  */
 export function streamedAnswer(
   reply: FastifyReply,
-  chunks: ChunkWriter,
-  usage: TokenUsage,
+  dialect: Dialect,
   limits: Readonly<StreamLimits>,
   onSlow: () => void,
 ): AnswerForm {
   const { raw } = reply;
-  const waiting: AnswerDelta[] = [];
+  /** By choice, those that came first ahead. */
+  const waiting = new Map<number, Waiting>();
   let waitingLength = 0;
   let isCommitted = false;
-  let isOpened = false;
   let isStalled = false;
-  /** The last events, once they are known: they are sent when nothing waits any more. */
-  let ending: object[] | null = null;
+  /** The last events, once nothing but them can follow: they are sent when nothing waits any more. */
+  let ending: (() => string[]) | null = null;
   let slowTimer: NodeJS.Timeout | undefined;
   let idleTimer = limits.heartbeatMs > 0 ? setTimeout(beat, limits.firstByteMs) : undefined;
 
@@ -116,10 +122,10 @@ export function streamedAnswer(
     raw.once('drain', onDrain);
   }
 
-  function send(event: object): void {
+  function send(events: readonly string[]): void {
     commit();
     idleTimer?.refresh();
-    write(`data: ${JSON.stringify(event)}\n\n`);
+    for (const each of events) write(each);
   }
 
   function onDrain(): void {
@@ -128,38 +134,48 @@ export function streamedAnswer(
     pump();
   }
 
-  function open(): void {
-    if (isOpened) return;
-    isOpened = true;
-    for (const event of chunks.open(usage)) send(event);
+  function waitingOf(choice: number): Waiting {
+    const found = waiting.get(choice) ?? { deltas: [], finish: null };
+    waiting.set(choice, found);
+    return found;
   }
 
+  /** Send what waits while the socket takes it, choice by choice. */
   function pump(): void {
-    while (waiting.length > 0 && !isStalled) {
-      open();
-      const delta = waiting.shift()!;
-      waitingLength -= lengthOf(delta);
-      send(chunks.delta(delta, usage));
+    for (const [choice, { deltas, finish }] of waiting) {
+      while (deltas.length > 0 && !isStalled) {
+        const delta = deltas.shift()!;
+        waitingLength -= lengthOf(delta);
+        send(dialect.delta(choice, delta));
+      }
+      if (isStalled) break;
+      waiting.delete(choice);
+      if (finish !== null) send(dialect.finish(choice, finish));
+      if (isStalled) break;
     }
-    if (ending === null || waiting.length > 0) return;
-    for (const event of ending) send(event);
-    write('data: [DONE]\n\n');
+    if (ending === null || waiting.size > 0) return;
+    send(ending());
     raw.end();
     ending = null;
   }
 
   return {
-    deltas(deltas) {
+    deltas(choice, deltas) {
+      if (deltas.length === 0) return;
+      const { deltas: queue } = waitingOf(choice);
       for (const delta of deltas) {
-        appendDelta(waiting, delta);
+        appendDelta(queue, delta);
         waitingLength += lengthOf(delta);
       }
       pump();
       if (isStalled && waitingLength + raw.writableLength > limits.maxBufferedBytes) onSlow();
     },
-    finish(finish) {
-      if (waiting.length === 0) open();
-      ending = chunks.close(finish, usage);
+    finish(choice, finish) {
+      waitingOf(choice).finish = finish;
+      pump();
+    },
+    end() {
+      ending = () => dialect.end();
       pump();
     },
     fail(error) {
@@ -167,7 +183,7 @@ export function streamedAnswer(
         release();
         return false;
       }
-      ending = [errorBody(error)];
+      ending = () => dialect.error(error);
       pump();
       return true;
     },

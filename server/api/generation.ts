@@ -9,14 +9,28 @@
  * Tokens are taken one at a time, whatever the batches they arrive in, so every split of the token stream
  * gives the same answer, and a whole answer is the sum of its deltas.
  */
-import type { ChatParser } from '../model/chat-parser.ts';
-import type { ChatDelta } from '../model/chat.ts';
-import type { Detokenizer } from '../model/tokenizer.ts';
+import type { ChatParser } from '../../model/chat-parser.ts';
+import { CHAT_TOKENS } from '../../model/chat.ts';
+import type { ChatDelta } from '../../model/chat.ts';
+import type { Detokenizer } from '../../model/tokenizer.ts';
 
-/** A piece of the answer. A completion has content only. Texts are never empty. */
+/** What is known of the choice of one token. Natural logarithms. */
+export interface TokenChoice {
+  id: number;
+  logprob: number;
+  /** The likeliest tokens with theirs, likeliest first; the chosen one need not be among them. */
+  top: readonly { id: number; logprob: number }[];
+}
+
+/** A token whose choice the client wants to see: `offset` is where its text begins in the answer, in UTF-16 units. */
+export interface LoggedToken extends TokenChoice {
+  offset: number;
+}
+
+/** A piece of the answer. A completion has content only. Texts are never empty. `logged`: tokens that it shows first. */
 export type AnswerDelta =
-  | { kind: 'reasoning'; text: string }
-  | { kind: 'content'; text: string }
+  | { kind: 'reasoning'; text: string; logged?: LoggedToken[] }
+  | { kind: 'content'; text: string; logged?: LoggedToken[] }
   | { kind: 'tool_call'; index: number; id: string; name: string }
   | { kind: 'tool_arguments'; index: number; text: string };
 
@@ -25,6 +39,8 @@ export interface Answer {
   reasoning: string;
   content: string;
   toolCalls: { id: string; name: string; arguments: string }[];
+  /** Tokens of reasoning and content in their order, where their choice was asked for. */
+  logged: LoggedToken[];
 }
 
 /** Why an answer ended. `matchedStop` is the stop string or stop token id that was met, else null. */
@@ -33,20 +49,30 @@ export interface Finish {
   matchedStop: string | number | null;
 }
 
-/** Counts of one request. Completion tokens include reasoning, tool markup and the stop token. */
+/** Counts of one choice. Completion tokens include reasoning, tool markup and the stop token. */
+export type ChoiceUsage = Pick<TokenUsage, 'completionTokens' | 'reasoningTokens'>;
+
+/** Counts of one request: its prompts once each, and all of its choices. */
 export interface TokenUsage {
   promptTokens: number;
+  /** Tokens of the prompt that were not computed anew. */
+  cachedTokens: number;
   completionTokens: number;
   reasoningTokens: number;
 }
 
 /** What a generation needs to know of its request. */
 export interface GenerationOptions {
-  promptTokenCount: number;
   /** Ids that end the answer when sampled. */
   stopTokenIds: readonly number[];
   /** Stop strings, none of them empty. */
   stop: readonly string[];
+  /** The stop string, or the text of the stop token, stays in the answer. */
+  keepsStop: boolean;
+  /** Stop strings that end within so many tokens do not stop the answer. */
+  minTokens: number;
+  /** What becomes of reasoning: told apart, written before the content as the model does, or left out. */
+  reasoning: 'separate' | 'inline' | 'hidden';
   /** Whether the text of this token is left out of the answer (the end-of-sentence mark, say). */
   isHidden(id: number): boolean;
   detokenizer: Detokenizer;
@@ -56,30 +82,40 @@ export interface GenerationOptions {
   thinking: boolean;
   /** How many tool calls the answer may hold: 0 drops them all, 1 ends the answer before a second one. */
   maxToolCalls: number;
+  /** Whether this token stands for a boundary between the parts of an answer, and for no text. */
+  isMark(id: number): boolean;
   /** A new id for a tool call. */
   newCallId(): string;
 }
 
 /** The answer of one request while it grows. */
 export interface Generation {
-  /** Take the next tokens; returns what they add. Once `finish` is set, tokens are ignored. */
-  push(ids: readonly number[]): AnswerDelta[];
+  /**
+   * Take the next tokens, and what is known of their choice if that was asked for; returns what they add. Once `finish`
+   * is set, tokens are ignored.
+   */
+  push(ids: readonly number[], choices?: readonly (TokenChoice | null)[]): AnswerDelta[];
   /** The room has ended by itself: returns the text that was held back, and sets `finish`. */
   end(outcome: 'stop' | 'length'): AnswerDelta[];
   /** Set by `end`, and by `push` as soon as a stop string is met. */
   readonly finish: Finish | null;
-  readonly usage: TokenUsage;
+  readonly usage: ChoiceUsage;
 }
 
 /** The tokens of one request on their way to its client; see the head of this file. */
 export function createGeneration(options: GenerationOptions): Generation {
   const { detokenizer, parser, stopTokenIds, maxToolCalls } = options;
-  const usage: TokenUsage = { promptTokens: options.promptTokenCount, completionTokens: 0, reasoningTokens: 0 };
+  const usage: ChoiceUsage = { completionTokens: 0, reasoningTokens: 0 };
   const matcher = createStopMatcher(options.stop);
   let textKind: 'reasoning' | 'content' = options.thinking ? 'reasoning' : 'content';
   let callsBegun = 0;
   let lastStopTokenId: number | null = null;
   let finish: Finish | null = null;
+  /** Text that the matcher has seen, and has let go of, in UTF-16 units. */
+  let seenLength = 0;
+  let freeLength = 0;
+  /** Tokens whose text is still held back; without an offset while all of it is. */
+  let unshown: { choice: TokenChoice; offset: number | null }[] = [];
 
   /** End the answer here; nothing that comes later is read. */
   function finishNow(reason: 'stop' | 'length', matchedStop: string | number | null): void {
@@ -87,18 +123,40 @@ export function createGeneration(options: GenerationOptions): Generation {
     finish = { reason: reason === 'stop' && hasToolCall ? 'tool_calls' : reason, matchedStop };
   }
 
+  /** Text of the answer that no stop string can take back, with the tokens that begin in it. */
+  function show(kind: 'reasoning' | 'content', text: string, deltas: AnswerDelta[]): void {
+    if (text === '') return;
+    freeLength += text.length;
+    const logged: LoggedToken[] = [];
+    while (unshown.length > 0) {
+      const { choice, offset } = unshown[0]!;
+      if (offset === null || offset >= freeLength) break;
+      unshown.shift();
+      logged.push({ ...choice, offset });
+    }
+    if (kind === 'reasoning' && options.reasoning === 'hidden') return;
+    const shownKind = options.reasoning === 'inline' ? 'content' : kind;
+    appendDelta(deltas, { kind: shownKind, text, ...(logged.length === 0 ? {} : { logged }) });
+  }
+
   /** Pass on what the stop matcher held back: no stop string continues past here. */
   function releaseHeldText(deltas: AnswerDelta[]): void {
-    appendDelta(deltas, { kind: textKind, text: matcher.flush() });
+    show(textKind, matcher.flush(), deltas);
+  }
+
+  function endReasoning(deltas: AnswerDelta[]): void {
+    if (textKind === 'content') return;
+    releaseHeldText(deltas);
+    textKind = 'content';
+    if (options.reasoning === 'inline') appendDelta(deltas, { kind: 'content', text: CHAT_TOKENS.thinkEnd });
   }
 
   function takeText(kind: 'reasoning' | 'content', text: string, deltas: AnswerDelta[]): void {
-    if (kind !== textKind) {
-      releaseHeldText(deltas);
-      textKind = kind;
-    }
-    const { free, matched } = matcher.push(text);
-    appendDelta(deltas, { kind, text: free });
+    if (kind === 'content') endReasoning(deltas);
+    for (const token of unshown) token.offset ??= seenLength;
+    seenLength += text.length;
+    const { free, matched } = matcher.push(text, usage.completionTokens <= options.minTokens);
+    show(kind, matched !== null && options.keepsStop ? free + matched : free, deltas);
     if (matched !== null) finishNow('stop', matched);
   }
 
@@ -108,8 +166,9 @@ export function createGeneration(options: GenerationOptions): Generation {
       case 'content':
         return takeText(delta.kind, delta.text, deltas);
       case 'tool_name':
+        endReasoning(deltas);
         releaseHeldText(deltas);
-        textKind = 'content';
+        unshown = [];
         if (maxToolCalls === 0) return;
         if (callsBegun === maxToolCalls) return finishNow('stop', null);
         callsBegun += 1;
@@ -120,6 +179,7 @@ export function createGeneration(options: GenerationOptions): Generation {
           name: delta.name,
         });
       case 'tool_arguments':
+        unshown = [];
         if (maxToolCalls === 0) return;
         return appendDelta(deltas, { kind: 'tool_arguments', index: delta.index, text: delta.text });
       default:
@@ -136,14 +196,18 @@ export function createGeneration(options: GenerationOptions): Generation {
   }
 
   return {
-    push(ids) {
+    push(ids, choices) {
       const deltas: AnswerDelta[] = [];
-      for (const id of ids) {
+      for (const [index, id] of ids.entries()) {
         if (finish !== null) break;
         usage.completionTokens += 1;
         const isStop = stopTokenIds.includes(id);
         if (isStop) lastStopTokenId = id;
-        if (!options.isHidden(id)) takeDecoded(detokenizer.push(id), deltas);
+        if (!options.isHidden(id)) {
+          const choice = choices?.[index] ?? null;
+          if (choice !== null && !options.isMark(id)) unshown.push({ choice, offset: null });
+          takeDecoded(detokenizer.push(id), deltas);
+        }
         // The mark that closes the reasoning still counts as reasoning: no content has come of it yet.
         if (textKind === 'reasoning' && !isStop) usage.reasoningTokens += 1;
       }
@@ -179,7 +243,7 @@ export function appendDelta(deltas: AnswerDelta[], delta: AnswerDelta): void {
   if (delta.text === '') return;
   const last = deltas.at(-1);
   if (last === undefined || last.kind === 'tool_call' || last.kind !== delta.kind) {
-    deltas.push({ ...delta });
+    deltas.push(copyOf(delta));
     return;
   }
   if (last.kind === 'tool_arguments' && delta.kind === 'tool_arguments' && last.index !== delta.index) {
@@ -187,16 +251,24 @@ export function appendDelta(deltas: AnswerDelta[], delta: AnswerDelta): void {
     return;
   }
   last.text += delta.text;
+  if (delta.kind === 'tool_arguments' || last.kind === 'tool_arguments' || delta.logged === undefined) return;
+  (last.logged ??= []).push(...delta.logged);
+}
+
+/** A copy that can grow on its own. */
+function copyOf<D extends Exclude<AnswerDelta, { kind: 'tool_call' }>>(delta: D): D {
+  return 'logged' in delta && delta.logged !== undefined ? { ...delta, logged: [...delta.logged] } : { ...delta };
 }
 
 /** The sum of `deltas`: what a client that does not stream gets. */
 export function sumDeltas(deltas: readonly AnswerDelta[]): Answer {
-  const answer: Answer = { reasoning: '', content: '', toolCalls: [] };
+  const answer: Answer = { reasoning: '', content: '', toolCalls: [], logged: [] };
   for (const delta of deltas) {
     switch (delta.kind) {
       case 'reasoning':
       case 'content':
         answer[delta.kind] += delta.text;
+        answer.logged.push(...(delta.logged ?? []));
         break;
       case 'tool_call':
         answer.toolCalls[delta.index] = { id: delta.id, name: delta.name, arguments: '' };
@@ -215,8 +287,11 @@ export function sumDeltas(deltas: readonly AnswerDelta[]): Answer {
 
 /** Finds stop strings in text that arrives in pieces. */
 interface StopMatcher {
-  /** Text that can no longer be part of a stop string, and the stop string that has just ended, if any. */
-  push(text: string): { free: string; matched: string | null };
+  /**
+   * Text that can no longer be part of a stop string, and the stop string that has just ended, if any; with
+   * `ignoresEnds`, those that end in this text do not count.
+   */
+  push(text: string, ignoresEnds?: boolean): { free: string; matched: string | null };
   /** What was held back, as no more text follows; the next text starts afresh. */
   flush(): string;
 }
@@ -231,7 +306,7 @@ export function createStopMatcher(stops: readonly string[]): StopMatcher {
   let held = '';
 
   return {
-    push(text) {
+    push(text, ignoresEnds = false) {
       if (automata.length === 0) return { free: text, matched: null };
       const pending = held + text;
       for (let position = held.length; position < pending.length; position += 1) {
@@ -243,7 +318,9 @@ export function createStopMatcher(stops: readonly string[]): StopMatcher {
           while (state > 0 && stop[state] !== unit) state = fallback[state - 1]!;
           if (stop[state] === unit) state += 1;
           automaton.state = state;
-          if (state === stop.length && stop.length > (matched?.length ?? 0)) matched = stop;
+          if (state < stop.length) continue;
+          if (ignoresEnds) automaton.state = fallback[state - 1]!;
+          else if (stop.length > (matched?.length ?? 0)) matched = stop;
         }
         if (matched !== null) return { free: pending.slice(0, position + 1 - matched.length), matched };
       }

@@ -2,12 +2,12 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { fileURLToPath } from 'node:url';
 import fc from 'fast-check';
-import { createChatParser } from '../../../model/chat-parser.ts';
-import { createDetokenizer, loadTokenizer } from '../../../model/tokenizer.ts';
-import { appendDelta, createGeneration, createStopMatcher, sumDeltas } from '../../../server/generation.ts';
-import type { Answer, AnswerDelta, Finish, Generation, TokenUsage } from '../../../server/generation.ts';
+import { createChatParser } from '../../../../model/chat-parser.ts';
+import { createDetokenizer, loadTokenizer } from '../../../../model/tokenizer.ts';
+import { appendDelta, createGeneration, createStopMatcher, sumDeltas } from '../../../../server/api/generation.ts';
+import type { Answer, AnswerDelta, ChoiceUsage, Finish, Generation } from '../../../../server/api/generation.ts';
 
-const tokenizer = loadTokenizer(fileURLToPath(new URL('../../../model/nano', import.meta.url)));
+const tokenizer = loadTokenizer(fileURLToPath(new URL('../../../../model/nano', import.meta.url)));
 const eos = tokenizer.eosId;
 const dsml = '｜DSML｜';
 
@@ -29,6 +29,9 @@ interface Setup {
   thinking?: boolean;
   maxToolCalls?: number;
   skipSpecialTokens?: boolean;
+  keepsStop?: boolean;
+  minTokens?: number;
+  reasoning?: 'separate' | 'inline' | 'hidden';
 }
 
 function makeGeneration(setup: Setup): Generation {
@@ -36,7 +39,6 @@ function makeGeneration(setup: Setup): Generation {
   let callCount = 0;
   const isChat = kind === 'chat';
   return createGeneration({
-    promptTokenCount: 7,
     stop,
     stopTokenIds,
     isHidden: (id) => isChat && id === eos,
@@ -44,6 +46,10 @@ function makeGeneration(setup: Setup): Generation {
     parser: isChat ? createChatParser({ thinking, tools: true }) : null,
     thinking,
     maxToolCalls,
+    keepsStop: setup.keepsStop ?? false,
+    minTokens: setup.minTokens ?? 0,
+    reasoning: setup.reasoning ?? 'separate',
+    isMark: (id) => isChat && tokenizer.isSpecial(id),
     newCallId: () => `call_${(callCount += 1)}`,
   });
 }
@@ -51,7 +57,7 @@ function makeGeneration(setup: Setup): Generation {
 interface Result {
   answer: Answer;
   finish: Finish;
-  usage: TokenUsage;
+  usage: ChoiceUsage;
 }
 
 /** Feed `ids` in batches of the given sizes, repeated; stop as a room would when the generation is finished. */
@@ -164,7 +170,7 @@ test('a stop string in the first token gives an empty answer with consistent usa
   const { answer, finish, usage } = run({ kind: 'completion', stop: ['a'] }, tokenizer.encode('a'), [1], 'length');
   assert.equal(answer.content, '');
   assert.deepEqual(finish, { reason: 'stop', matchedStop: 'a' });
-  assert.deepEqual(usage, { promptTokens: 7, completionTokens: 1, reasoningTokens: 0 });
+  assert.deepEqual(usage, { completionTokens: 1, reasoningTokens: 0 });
 });
 
 test('text held back for a stop string that never completes is sent at the end', () => {
@@ -199,6 +205,7 @@ test('reasoning, content and calls of a thinking answer are told apart', () => {
       { id: 'call_1', name: 'add', arguments: '{"a": 2, "note": " x>&1 "}' },
       { id: 'call_2', name: 'now', arguments: '{}' },
     ],
+    logged: [],
   });
   assert.deepEqual(finish, { reason: 'tool_calls', matchedStop: eos });
   assert.equal(usage.completionTokens, ids.length);
@@ -207,7 +214,7 @@ test('reasoning, content and calls of a thinking answer are told apart', () => {
 
 test('an answer cut by length in its reasoning has no content, and length wins over tool calls', () => {
   const cut = run({ kind: 'chat', thinking: true }, tokenizer.encode('still thinking'), [1], 'length');
-  assert.deepEqual(cut.answer, { reasoning: 'still thinking', content: '', toolCalls: [] });
+  assert.deepEqual(cut.answer, { reasoning: 'still thinking', content: '', toolCalls: [], logged: [] });
   assert.equal(cut.finish.reason, 'length');
   const ids = tokenizer.encode(toolBlock([['add', [['a', false, '2']]]]));
   assert.equal(run({ kind: 'chat' }, ids, [1], 'length').finish.reason, 'length');
@@ -239,7 +246,7 @@ test('with one call allowed, the answer ends before the second', () => {
 test('with no calls allowed, a tool block is dropped and the answer just stops', () => {
   const ids = [...tokenizer.encode(`No.${toolBlock([['add', []]])}`), eos];
   const { answer, finish } = run({ kind: 'chat', maxToolCalls: 0 }, ids, [1], 'stop');
-  assert.deepEqual(answer, { reasoning: '', content: 'No.', toolCalls: [] });
+  assert.deepEqual(answer, { reasoning: '', content: 'No.', toolCalls: [], logged: [] });
   assert.equal(finish.reason, 'stop');
 });
 
@@ -279,4 +286,83 @@ test('deltas join only where they are of one kind and one call', () => {
     { kind: 'tool_arguments', index: 0, text: '{' },
     { kind: 'tool_arguments', index: 1, text: '{' },
   ]);
+});
+
+test('a stop string stays in the answer when it is to be kept', () => {
+  const ids = tokenizer.encode('one END two');
+  const { answer, finish } = run({ kind: 'completion', stop: ['END'], keepsStop: true }, ids, [1], 'length');
+  assert.equal(answer.content, 'one END');
+  assert.equal(finish.matchedStop, 'END');
+});
+
+test('stop strings count only behind the least number of tokens', () => {
+  const ids = tokenizer.encode('x x x x x x');
+  const least = 3;
+  const { answer, usage } = run({ kind: 'completion', stop: ['x'], minTokens: least }, ids, [1], 'length');
+  assert.ok(usage.completionTokens > least);
+  assert.ok(answer.content.startsWith('x'));
+  assert.ok(answer.content.length < 'x x x x x x'.length);
+});
+
+test('reasoning can be hidden, or written before the content as the model does', () => {
+  const ids = [...tokenizer.encode('use tool</think>Done.'), eos];
+  const hidden = run({ kind: 'chat', thinking: true, reasoning: 'hidden' }, ids, [2], 'stop');
+  assert.deepEqual(hidden.answer, { reasoning: '', content: 'Done.', toolCalls: [], logged: [] });
+  assert.ok(hidden.usage.reasoningTokens > 0);
+  const inline = run({ kind: 'chat', thinking: true, reasoning: 'inline' }, ids, [2], 'stop');
+  assert.equal(inline.answer.content, 'use tool</think>Done.');
+  assert.equal(inline.answer.reasoning, '');
+});
+
+/** A made-up choice for each token, told apart by its logarithm. */
+const choicesOf = (ids: readonly number[]) => ids.map((id, index) => ({ id, logprob: -index, top: [] }));
+
+function runLogged(setup: Setup, ids: readonly number[], sizes: readonly number[]): AnswerDelta[] {
+  const generation = makeGeneration(setup);
+  const choices = choicesOf(ids);
+  const deltas: AnswerDelta[] = [];
+  for (let start = 0, turn = 0; start < ids.length && generation.finish === null; turn += 1) {
+    const end = start + sizes[turn % sizes.length]!;
+    deltas.push(...generation.push(ids.slice(start, end), choices.slice(start, end)));
+    start = end;
+  }
+  deltas.push(...generation.end('length'));
+  return deltas;
+}
+
+test(`the tokens shown with an answer are the same for every split (seed ${seedOf})`, () => {
+  const text = 'Ein Käse 世界 🧀 und ENDE';
+  fc.assert(
+    fc.property(sizes, fc.constantFrom<string[]>([], ['ENDE'], ['D'], ['se 世']), (split, stop) => {
+      const ids = tokenizer.encode(text);
+      const whole = sumDeltas(runLogged({ kind: 'completion', stop }, ids, [1])).logged;
+      assert.deepEqual(sumDeltas(runLogged({ kind: 'completion', stop }, ids, split)).logged, whole);
+      assert.ok(whole.length > 0);
+    }),
+    parameters,
+  );
+});
+
+test('a token is shown with the piece of text in which it begins, and not if none of it is shown', () => {
+  const ids = tokenizer.encode('one ENtwo END three');
+  const { content, logged } = sumDeltas(runLogged({ kind: 'completion', stop: ['END'] }, ids, [1]));
+  assert.equal(content, 'one ENtwo ');
+  assert.deepEqual(
+    logged.map(({ id }) => id),
+    ids.slice(0, logged.length),
+    'in order and without gaps',
+  );
+  for (const { offset, id } of logged) {
+    assert.ok(offset < content.length);
+    assert.equal(content.slice(offset, offset + 1), tokenizer.decode([id]).slice(0, 1));
+  }
+  assert.ok(tokenizer.decode(ids.slice(0, logged.length)).startsWith(content), 'all of the text has its tokens');
+  assert.ok(!tokenizer.decode(ids.slice(0, logged.length - 1)).startsWith(content), 'and no token has none');
+});
+
+test('neither the marks of an answer nor the tokens of its tool calls are shown', () => {
+  const ids = [...tokenizer.encode(`think</think>Calling.${toolBlock([['add', [['a', false, '2']]]])}`), eos];
+  const { logged } = sumDeltas(runLogged({ kind: 'chat', thinking: true }, ids, [3]));
+  // The token of the full stop goes on with the blank lines that belong to the block.
+  assert.equal(tokenizer.decode(logged.map(({ id }) => id)).trimEnd(), 'thinkCalling.');
 });

@@ -5,14 +5,19 @@
  *
  * Everywhere `null` means absent, unknown keys are ignored, and nothing is coerced: `"5"` is not a number.
  */
-import { ApiError } from './errors.ts';
+import { ApiError } from '../errors.ts';
 
 /** A JSON schema as plain data. */
 export type JsonSchema = { readonly [keyword: string]: unknown };
 
-/** A rule for one value: its schema, and `read`, which returns the value or throws an `ApiError` 400. */
+/**
+ * A rule for one value: its schema, what it accepts in words (`a string`), and `read`, which returns the value or throws
+ * an `ApiError` 400. Only rules with `isOptional` are asked to read what is absent or null.
+ */
 export interface Field<T> {
   readonly schema: JsonSchema;
+  readonly expected: string;
+  readonly isOptional?: true;
   read(value: unknown, path: string): T;
 }
 
@@ -63,6 +68,7 @@ export function wellFormed(text: string): string {
 export function boolean(): Field<boolean> {
   return {
     schema: { type: 'boolean' },
+    expected: 'true or false',
     read(value, path) {
       if (typeof value !== 'boolean') throw wrong('invalid_type', path, 'true or false', value);
       return value;
@@ -75,6 +81,7 @@ export function finite(range: { min: number; max: number; above?: boolean }): Fi
   const { min, max, above = false } = range;
   const expected = above ? `a number above ${min} and up to ${max}` : `a number from ${min} to ${max}`;
   return {
+    expected,
     schema: { type: 'number', [above ? 'exclusiveMinimum' : 'minimum']: min, maximum: max },
     read(value, path) {
       if (typeof value !== 'number') throw wrong('invalid_type', path, expected, value);
@@ -91,6 +98,7 @@ export function integer(range: { min: number; max?: number }): Field<number> {
   const { min, max = Infinity } = range;
   const expected = max === Infinity ? `an integer of at least ${min}` : `an integer from ${min} to ${max}`;
   return {
+    expected,
     schema: { type: 'integer', minimum: min, ...(max === Infinity ? {} : { maximum: max }) },
     read(value, path) {
       if (typeof value !== 'number') throw wrong('invalid_type', path, expected, value);
@@ -107,6 +115,7 @@ export function text(range: { minLength?: number; maxLength?: number } = {}): Fi
   const upTo = maxLength === Infinity ? '' : ` of up to ${maxLength} characters`;
   const expected = `${minLength > 0 ? 'a non-empty string' : 'a string'}${upTo}`;
   return {
+    expected,
     schema: {
       type: 'string',
       ...(minLength === 0 ? {} : { minLength }),
@@ -124,6 +133,7 @@ export function text(range: { minLength?: number; maxLength?: number } = {}): Fi
 export function choice<const T extends string>(values: readonly T[]): Field<T> {
   const expected = `one of ${values.map((value) => JSON.stringify(value)).join(', ')}`;
   return {
+    expected,
     schema: { type: 'string', enum: values },
     read(value, path) {
       if (typeof value !== 'string') throw wrong('invalid_type', path, expected, value);
@@ -139,6 +149,7 @@ export function list<T>(item: Field<T>, range: { minItems: number; maxItems: num
   const { minItems, maxItems } = range;
   const expected = `an array of ${minItems} to ${maxItems} items`;
   return {
+    expected,
     schema: { type: 'array', items: item.schema, minItems, maxItems },
     read(value, path) {
       if (!Array.isArray(value)) throw wrong('invalid_type', path, expected, value);
@@ -151,6 +162,7 @@ export function list<T>(item: Field<T>, range: { minItems: number; maxItems: num
 /** A JSON object, taken as it stands. */
 export function anyObject(): Field<JsonObject> {
   return {
+    expected: 'an object',
     schema: { type: 'object' },
     read(value, path) {
       if (!isObject(value)) throw wrong('invalid_type', path, 'an object', value);
@@ -162,9 +174,16 @@ export function anyObject(): Field<JsonObject> {
 /** The rule `field`, or undefined where the value is absent or null. */
 export function optional<T>(field: Field<T>): Field<T | undefined> {
   return {
+    expected: `${field.expected} or null`,
     schema: { anyOf: [field.schema, { type: 'null' }] },
+    isOptional: true,
     read: (value, path) => (value === undefined || value === null ? undefined : field.read(value, path)),
   };
+}
+
+/** `field` with a sentence about it for the documentation. */
+export function described<T>(field: Field<T>, description: string): Field<T> {
+  return { ...field, schema: { ...field.schema, description } };
 }
 
 /** An object whose named keys follow the given rules; other keys are ignored. */
@@ -172,25 +191,44 @@ export function object<S extends Record<string, Field<unknown>>>(
   shape: S,
 ): Field<{ [K in keyof S]: FieldValue<S[K]> }> {
   const entries = Object.entries(shape);
+  const required = entries.filter(([, field]) => field.isOptional !== true).map(([key]) => key);
   return {
+    expected: 'an object',
     schema: {
       type: 'object',
       properties: Object.fromEntries(entries.map(([key, field]) => [key, field.schema])),
+      ...(required.length === 0 ? {} : { required }),
     },
     read(value, path) {
       if (!isObject(value)) throw wrong('invalid_type', path, 'an object', value);
       const result: JsonObject = {};
       for (const [key, field] of entries) {
-        result[key] = field.read(Object.hasOwn(value, key) ? value[key] : undefined, pathOf(path, key));
+        const member = Object.hasOwn(value, key) ? (value[key] ?? undefined) : undefined;
+        const at = pathOf(path, key);
+        if (member === undefined && field.isOptional !== true) throw missing(at, field.expected);
+        result[key] = field.read(member, at);
       }
       return result as { [K in keyof S]: FieldValue<S[K]> };
     },
   };
 }
 
+/** A field that clients send and that has no effect here: its type is checked as far as `field` says. */
+export function ignored(description: string, field?: Field<unknown>): Field<undefined> {
+  return {
+    expected: 'anything',
+    schema: { ...field?.schema, description },
+    isOptional: true,
+    read(value, path) {
+      if (value !== undefined && value !== null) field?.read(value, path);
+      return undefined;
+    },
+  };
+}
+
 /**
- * A field that clients send but this server cannot honour yet: absent and the values that change nothing
- * are accepted, everything else is a 400 that says so. Reading never returns anything.
+ * A field that clients send but this server cannot honour: absent and the values that change nothing are accepted,
+ * everything else is a 400 that says so. Reading never returns anything.
  */
 export function unsupported(options: {
   neutral: (value: unknown) => boolean;
@@ -198,7 +236,9 @@ export function unsupported(options: {
   field?: Field<unknown>;
 }): Field<undefined> {
   return {
-    schema: { description: `Not supported; accepted values: ${options.accepted}.` },
+    expected: options.accepted,
+    schema: { ...options.field?.schema, description: `Not supported; accepted values: ${options.accepted}.` },
+    isOptional: true,
     read(value, path) {
       if (value === undefined || value === null) return undefined;
       options.field?.read(value, path);

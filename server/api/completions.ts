@@ -1,0 +1,182 @@
+/** POST /v1/completions: the fields of its requests, and its answers as a body and as chunks. Pure. */
+import { ApiError } from '../errors.ts';
+import { DONE, event, finiteLogprob, openaiErrorEvents, usageBody } from './dialect.ts';
+import type { Dialect, DialectContext, GenerationPlan, Prompt } from './dialect.ts';
+import { boolean, integer, missing, object, optional, text, unsupported, wellFormed, wrong } from './fields.ts';
+import type { Field, JsonObject } from './fields.ts';
+import type { Finish, LoggedToken } from './generation.ts';
+import { checkLogitBias, maxChoiceCount, openaiCall, openaiFields, readTokenIds } from './sampling.ts';
+import type { GenerationCall, ServedModel } from './sampling.ts';
+
+const maxPromptCount = 256;
+/** Choices over all prompts. Each is a request of its own to the workers. */
+const maxTotalChoices = 256;
+const maxTopLogprobs = 20;
+/** Tokens of an answer when none are asked for, as OpenAI has it. */
+const defaultCompletionTokens = 16;
+
+const promptExpected = `a non-empty string, an array of token ids, or an array of up to ${maxPromptCount} of those`;
+
+/** Checked in full by `readPrompts`, which knows the vocabulary. */
+const promptField: Field<unknown> = {
+  expected: promptExpected,
+  schema: {
+    anyOf: [
+      { type: 'string', minLength: 1 },
+      { type: 'array', items: { type: 'string', minLength: 1 }, minItems: 1, maxItems: maxPromptCount },
+      { type: 'array', items: { type: 'integer', minimum: 0 }, minItems: 1 },
+      {
+        type: 'array',
+        items: { type: 'array', items: { type: 'integer', minimum: 0 }, minItems: 1 },
+        minItems: 1,
+        maxItems: maxPromptCount,
+      },
+    ],
+  },
+  read: (value) => value,
+};
+
+/** The body of POST /v1/completions. */
+export const completionRequest = object({
+  prompt: promptField,
+  ...openaiFields,
+  max_tokens: optional(integer({ min: 0 })),
+  echo: optional(boolean()),
+  logprobs: unsupported({
+    field: integer({ min: 0, max: maxTopLogprobs }),
+    neutral: () => false,
+    accepted: 'null',
+  }),
+  best_of: optional(integer({ min: 1, max: maxChoiceCount })),
+  suffix: unsupported({ field: text(), neutral: (value) => value === '', accepted: 'null' }),
+});
+
+/**
+ * Check a body of POST /v1/completions. Throws `ApiError` naming the
+ * first field at fault; an unknown model is a 404.
+ */
+export function planCompletion(body: JsonObject, served: ServedModel): GenerationPlan {
+  const fields = completionRequest.read(body, '');
+  const call: GenerationCall = { ...openaiCall(fields, served), maxTokens: fields.max_tokens ?? null };
+  checkLogitBias(body['logit_bias'], served);
+  const echo = fields.echo ?? false;
+  if (call.maxTokens === 0 && !echo) throw wrong('invalid_value', 'max_tokens', 'at least 1 unless echo is true', 0);
+  if (fields.best_of !== undefined && fields.best_of !== call.choiceCount && fields.best_of !== 1) {
+    throw new ApiError('unsupported_value', `best_of must be 1 or the same as n, found ${fields.best_of}.`, {
+      param: 'best_of',
+    });
+  }
+  const prompts = readPrompts(fields.prompt, served);
+  if (prompts.length * call.choiceCount > maxTotalChoices) {
+    throw wrong('invalid_value', 'n', `small enough for ${maxTotalChoices} choices over all prompts`, call.choiceCount);
+  }
+  return {
+    call,
+    idPrefix: 'cmpl-',
+    prompts,
+    promptParam: 'prompt',
+    fallbackTokens: defaultCompletionTokens,
+    clampsTokens: false,
+    reading: { kind: 'text' },
+    createDialect: (context) => createCompletionDialect(context, { ...call, echo, prompts }),
+  };
+}
+
+function readPrompts(value: unknown, served: ServedModel): Prompt[] {
+  if (typeof value === 'string') {
+    if (value === '') throw wrong('invalid_value', 'prompt', promptExpected, value);
+    return [{ kind: 'text', text: wellFormed(value) }];
+  }
+  if (!Array.isArray(value)) throw wrong('invalid_type', 'prompt', promptExpected, value);
+  if (value.length === 0) throw wrong('invalid_value', 'prompt', promptExpected, value);
+  if (typeof value[0] === 'number') return [{ kind: 'ids', ids: readTokenIds(value, 'prompt', served) }];
+  if (value.length > maxPromptCount) throw wrong('invalid_value', 'prompt', promptExpected, value);
+  const kind = typeof value[0] === 'string' ? 'string' : 'ids';
+  return value.map((entry: unknown, index) => {
+    const path = `prompt[${index}]`;
+    const isKind = kind === 'string' ? typeof entry === 'string' : Array.isArray(entry);
+    const expected = kind === 'string' ? 'a non-empty string like the first' : 'an array of token ids';
+    if (entry === undefined || entry === null) throw missing(path, expected);
+    if (!isKind) throw wrong('invalid_type', path, expected, entry);
+    if ((entry as string | unknown[]).length === 0) throw wrong('invalid_value', path, expected, entry);
+    if (typeof entry === 'string') return { kind: 'text', text: wellFormed(entry) };
+    return { kind: 'ids', ids: readTokenIds(entry, path, served) };
+  });
+}
+
+/** How /v1/completions words its answers. With `echo`, each begins with its prompt. */
+export function createCompletionDialect(
+  context: DialectContext,
+  call: Pick<GenerationCall, 'includeUsage' | 'continuousUsage' | 'choiceCount'> & {
+    echo: boolean;
+    prompts: readonly Prompt[];
+  },
+): Dialect {
+  const { head, tokens } = context;
+  const base = { id: head.id, object: 'text_completion', created: head.created, model: head.model };
+  const opened = new Set<number>();
+  const usage = () => usageBody(context.usage());
+
+  /** What stands before the answer of a choice. */
+  function echoOf(index: number): string {
+    const prompt = call.prompts[Math.floor(index / call.choiceCount)];
+    if (!call.echo || prompt === undefined) return '';
+    if (prompt.kind === 'ids') return tokens.textOf(prompt.ids);
+    return prompt.kind === 'text' ? prompt.text : '';
+  }
+
+  function logprobs(index: number, logged: readonly LoggedToken[] | undefined) {
+    if (logged === undefined || logged.length === 0) return null;
+    const start = echoOf(index).length;
+    return {
+      tokens: logged.map(({ id }) => tokens.text(id)),
+      token_logprobs: logged.map(({ logprob }) => finiteLogprob(logprob)),
+      top_logprobs: logged.map(({ top }) =>
+        Object.fromEntries(top.map(({ id, logprob }) => [tokens.text(id), finiteLogprob(logprob)])),
+      ),
+      text_offset: logged.map(({ offset }) => start + offset),
+    };
+  }
+
+  function chunk(index: number, content: string, more: { logged?: LoggedToken[] | undefined; finish?: Finish } = {}) {
+    const { logged, finish } = more;
+    const choice = {
+      index,
+      text: content,
+      logprobs: logprobs(index, logged),
+      finish_reason: finish?.reason ?? null,
+      ...(finish === undefined ? {} : { matched_stop: finish.matchedStop }),
+    };
+    const running = call.includeUsage ? { usage: call.continuousUsage ? usage() : null } : {};
+    return event({ ...base, choices: [choice], ...running });
+  }
+
+  function open(index: number): string[] {
+    if (opened.has(index)) return [];
+    opened.add(index);
+    const echo = echoOf(index);
+    return echo === '' ? [] : [chunk(index, echo)];
+  }
+
+  return {
+    delta: (index, delta) => {
+      const isText = delta.kind === 'content';
+      return [...open(index), chunk(index, isText ? delta.text : '', { logged: isText ? delta.logged : undefined })];
+    },
+    finish: (index, finish) => [...open(index), chunk(index, '', { finish })],
+    end: () => [...(call.includeUsage ? [event({ ...base, choices: [], usage: usage() })] : []), DONE],
+    error: openaiErrorEvents,
+    body: (choices) => ({
+      ...base,
+      choices: choices.map(({ answer, finish }, index) => ({
+        index,
+        text: echoOf(index) + answer.content,
+        logprobs: logprobs(index, answer.logged),
+        finish_reason: finish.reason,
+        matched_stop: finish.matchedStop,
+      })),
+      usage: usage(),
+      system_fingerprint: null,
+    }),
+  };
+}

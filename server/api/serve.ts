@@ -1,0 +1,381 @@
+/**
+ * One request that generates, from its plan to the end of its answer: prompts to tokens, a room for each choice, tokens
+ * to deltas to the wire, and exactly one end, whoever brings it about.
+ */
+import { randomBytes, randomInt, randomUUID } from 'node:crypto';
+import { performance } from 'node:perf_hooks';
+import type { FastifyBaseLogger, FastifyReply, FastifyRequest } from 'fastify';
+import { createChatParser } from '../../model/chat-parser.ts';
+import { CHAT_TOKENS } from '../../model/chat.ts';
+import { createDetokenizer } from '../../model/tokenizer.ts';
+import type { Tokenizer } from '../../model/tokenizer.ts';
+import { ApiError, errorOfReason } from '../errors.ts';
+import type { RoomHandle, RoomOutcome, Rooms } from '../rooms.ts';
+import { streamedAnswer, wholeAnswer } from './answer.ts';
+import type { StreamLimits } from './answer.ts';
+import type { AnswerHead, GenerationPlan, TokenTexts } from './dialect.ts';
+import { toApiError } from './edge.ts';
+import { createGeneration } from './generation.ts';
+import type { Finish, Generation, TokenUsage } from './generation.ts';
+import { promptTokens } from './prompts.ts';
+import type { PromptReader } from './prompts.ts';
+import { resolveMaxTokens } from './sampling.ts';
+
+/** Request-level metrics, as server/metrics.ts keeps them. Durations in seconds. */
+export interface RequestObserver {
+  /** An HTTP exchange is over. `route` is the pattern, not the URL; 499 where the client closed first. */
+  responded(route: string, status: number): void;
+  /** A request was refused with 503 before anything was reserved. */
+  rejected(code: string): void;
+  /** The first token was written, so long after the request came. */
+  firstToken(seconds: number, streaming: boolean): void;
+  /** More tokens were written, so long after the same choice's previous ones. */
+  betweenTokens(seconds: number): void;
+  /** An admitted request ended; exactly once for each. `cancelled`: its client left or read too slowly. */
+  finished(request: {
+    outcome: 'stop' | 'length' | 'cancelled' | 'failed';
+    seconds: number;
+    streaming: boolean;
+    promptTokens: number;
+    generatedTokens: number;
+  }): void;
+}
+
+/** A request being answered, as closeApp and operators see it. */
+export interface Exchange {
+  /** The id in its answer, the one its client gave it (`x-request-id`) or was given, and its `rid`. */
+  readonly ids: readonly string[];
+  /** End it now with this error, before or after its headers. */
+  abort(error: ApiError): void;
+}
+
+/** What requests are served with. */
+export interface ServeContext extends PromptReader {
+  rooms: Rooms;
+  limits: Readonly<StreamLimits>;
+  log: FastifyBaseLogger;
+  observe: RequestObserver;
+  /** Set by closeApp: nothing new is taken. */
+  draining: boolean;
+  /** Requests being answered. */
+  exchanges: Set<Exchange>;
+  /** Ids (`rid`) that clients gave to requests being answered. */
+  requestIds: Set<string>;
+  /** Set by closeApp: called when the last of them has ended. */
+  whenIdle: (() => void) | null;
+}
+
+/** How a request ended, in its log line. */
+type RequestEnd = Finish['reason'] | 'rejected' | 'failed' | 'client_lost' | 'slow_client';
+
+/** The same as a metric: a tool call is an answer that stopped; a request that was refused was never admitted. */
+const measuredOutcome = {
+  stop: 'stop',
+  tool_calls: 'stop',
+  length: 'length',
+  failed: 'failed',
+  client_lost: 'cancelled',
+  slow_client: 'cancelled',
+  rejected: null,
+} as const satisfies Record<RequestEnd, Parameters<RequestObserver['finished']>[0]['outcome'] | null>;
+
+/** One answer to one prompt. */
+interface Choice {
+  readonly promptTokens: readonly number[];
+  readonly maxTokens: number;
+  readonly generation: Generation;
+  handle: RoomHandle | null;
+  isOver: boolean;
+  lastTokensMs: number | null;
+}
+
+/** Answer one request; rejects with what the error handler is to send. */
+export async function serveGeneration(
+  context: ServeContext,
+  request: FastifyRequest,
+  reply: FastifyReply,
+  makePlan: () => GenerationPlan,
+): Promise<FastifyReply> {
+  const { observe } = context;
+  const startMs = performance.now();
+  const secondsSince = (ms: number) => (performance.now() - ms) / 1000;
+
+  if (context.draining) {
+    observe.rejected('server_draining');
+    throw new ApiError('server_draining', 'The server is shutting down.');
+  }
+  const plan = makePlan();
+  const { call } = plan;
+  if (call.requestId !== null && context.requestIds.has(call.requestId)) {
+    throw new ApiError('duplicate_request_id', 'Another request with this id is being answered.', { param: 'rid' });
+  }
+  const stopTokenIds = [...(call.ignoreEos ? [] : [context.tokenizer.eosId]), ...call.stopTokenIds];
+  const { choices, promptTokenCount } = makeChoices(context, plan, stopTokenIds);
+  const head: AnswerHead = {
+    id: plan.idPrefix + randomUUID().replaceAll('-', ''),
+    created: Math.floor(Date.now() / 1000),
+    model: call.model,
+  };
+  const usage = () => sumUsage(choices, promptTokenCount);
+  const dialect = plan.createDialect({ head, usage, tokens: tokenTexts(context.tokenizer) });
+
+  await new Promise<void>((resolve, reject) => {
+    const { raw } = reply;
+    let isOver = false;
+    let hasTokens = false;
+    const answer = call.stream
+      ? streamedAnswer(reply, dialect, context.limits, dropSlow)
+      : wholeAnswer(reply, dialect, choices.length);
+
+    /**
+     * The one end of every request; `finish` deals with the reply. Who stops a room does it after this has begun: a room
+     * that is cancelled may report its end at once, and that is not what the client is told or what is counted.
+     */
+    function conclude(end: RequestEnd, finish: () => void): void {
+      if (isOver) return;
+      isOver = true;
+      context.exchanges.delete(exchange);
+      if (call.requestId !== null) context.requestIds.delete(call.requestId);
+      finish();
+      if (context.exchanges.size === 0) context.whenIdle?.();
+      const seconds = secondsSince(startMs);
+      const { completionTokens } = usage();
+      const outcome = measuredOutcome[end];
+      if (outcome !== null) {
+        const streaming = call.stream;
+        const generatedTokens = completionTokens;
+        observe.finished({ outcome, seconds, streaming, promptTokens: promptTokenCount, generatedTokens });
+      }
+      context.log.info(
+        {
+          requestId: head.id,
+          clientRequestId: request.id,
+          end,
+          stream: call.stream,
+          seconds,
+          choiceCount: choices.length,
+          promptTokenCount,
+          completionTokenCount: completionTokens,
+        },
+        'request ended',
+      );
+    }
+
+    /** A choice has its finish. The request ends with the last of them. */
+    function succeed(index: number, choice: Choice, finish: Finish): void {
+      choice.isOver = true;
+      answer.finish(index, finish);
+      // Writing may have found the reader too slow, which ended the request.
+      if (isOver || choices.some((each) => !each.isOver)) return;
+      conclude(finish.reason, () => {
+        answer.end();
+        resolve();
+      });
+    }
+
+    function fail(error: ApiError, end: 'rejected' | 'failed' = 'failed'): void {
+      conclude(end, () => {
+        if (answer.fail(error)) resolve();
+        else reject(error);
+      });
+    }
+
+    function cancelRooms(reason: Parameters<RoomHandle['cancel']>[0]): void {
+      for (const choice of choices) {
+        if (!choice.isOver) choice.handle?.cancel(reason);
+      }
+    }
+
+    /** Nobody listens any more: stop the rooms and let go of the socket. */
+    function lose(end: 'client_lost' | 'slow_client'): void {
+      conclude(end, () => {
+        cancelRooms('client_lost');
+        answer.drop();
+        resolve();
+      });
+    }
+
+    /** The reader is too slow, perhaps for an answer that is complete. */
+    function dropSlow(): void {
+      if (isOver) answer.drop();
+      else lose('slow_client');
+    }
+
+    function takeTokens(index: number, choice: Choice, ids: number[]): void {
+      if (isOver || choice.isOver || ids.length === 0) return;
+      answer.deltas(index, choice.generation.push(ids));
+      if (isOver) return;
+      if (!hasTokens) observe.firstToken(secondsSince(startMs), call.stream);
+      else if (choice.lastTokensMs !== null) observe.betweenTokens(secondsSince(choice.lastTokensMs));
+      hasTokens = true;
+      choice.lastTokensMs = performance.now();
+      const { finish } = choice.generation;
+      if (finish === null) return;
+      // The client has its whole answer; there is no need to wait until the room has unwound.
+      succeed(index, choice, finish);
+      choice.handle?.cancel('stop_string');
+    }
+
+    function takeEnd(index: number, choice: Choice, outcome: RoomOutcome): void {
+      if (isOver || choice.isOver) return;
+      switch (outcome.kind) {
+        case 'stop':
+        case 'length':
+          answer.deltas(index, choice.generation.end(outcome.kind));
+          if (choice.generation.finish !== null) succeed(index, choice, choice.generation.finish);
+          return;
+        case 'cancelled':
+        case 'failed': {
+          choice.isOver = true;
+          fail(outcome.kind === 'failed' ? outcome.error : errorOfReason(outcome.reason));
+          // The other choices would be an answer that nobody gets.
+          return cancelRooms('client_cancel');
+        }
+        default:
+          outcome satisfies never;
+      }
+    }
+
+    /** Run a callback of a room. A fault of ours costs this request only, and never the others' loop. */
+    function guarded(act: () => void): void {
+      try {
+        act();
+      } catch (error) {
+        context.log.error({ err: error, requestId: head.id }, 'request failed by a fault of the server');
+        if (isOver) return;
+        fail(new ApiError('internal_error', 'The server failed to process the answer.'));
+        cancelRooms('client_lost');
+      }
+    }
+
+    const exchange: Exchange = {
+      ids: [head.id, request.id, ...(call.requestId === null ? [] : [call.requestId])],
+      abort(error) {
+        if (isOver) return;
+        fail(error);
+        cancelRooms('client_cancel');
+      },
+    };
+
+    /** A room for each choice, or none at all. */
+    function startRooms(): void {
+      const seed = call.seed ?? randomInt(2 ** 32);
+      for (const [index, choice] of choices.entries()) {
+        if (choice.maxTokens === 0) {
+          answer.deltas(index, choice.generation.end('length'));
+          succeed(index, choice, choice.generation.finish!);
+          continue;
+        }
+        choice.handle = context.rooms.start(
+          {
+            requestId: head.id,
+            promptTokens: choice.promptTokens,
+            sampling: { ...call.sampling, seed: (seed + (index % call.choiceCount)) >>> 0 },
+            maxTokens: choice.maxTokens,
+            stopTokenIds,
+          },
+          {
+            onTokens: (ids) => guarded(() => takeTokens(index, choice, ids)),
+            onEnd: (outcome) => guarded(() => takeEnd(index, choice, outcome)),
+          },
+        );
+      }
+    }
+
+    // With a request body, 'close' of the request fires as soon as the body is read; that of the reply does not.
+    raw.once('close', () => {
+      if (!raw.writableFinished) lose('client_lost');
+    });
+    if (raw.destroyed) return lose('client_lost');
+    context.exchanges.add(exchange);
+    if (call.requestId !== null) context.requestIds.add(call.requestId);
+    try {
+      startRooms();
+    } catch (error) {
+      const refusal = toApiError(error, context.log);
+      if (refusal.status === 503) observe.rejected(refusal.code);
+      fail(refusal, 'rejected');
+      cancelRooms('client_cancel');
+    }
+  });
+  return reply;
+}
+
+/** The choices of a request, prompt by prompt, and the tokens of its prompts, each counted once. */
+function makeChoices(
+  context: ServeContext,
+  plan: GenerationPlan,
+  stopTokenIds: number[],
+): { choices: Choice[]; promptTokenCount: number } {
+  const { call } = plan;
+  let promptTokenCount = 0;
+  const choices = plan.prompts.flatMap((prompt) => {
+    const ids = promptTokens(context, prompt, plan.promptParam);
+    promptTokenCount += ids.length;
+    const room = context.contextLength - ids.length;
+    const wanted = plan.clampsTokens && call.maxTokens !== null ? Math.max(1, Math.min(call.maxTokens, room)) : null;
+    const limits = { tokenCount: ids.length, param: plan.promptParam, fallback: plan.fallbackTokens };
+    const maxTokens = resolveMaxTokens({ maxTokens: wanted ?? call.maxTokens }, limits, context.contextLength);
+    return Array.from({ length: call.choiceCount }, (): Choice => {
+      const generation = generationOf(context, plan, stopTokenIds);
+      return { promptTokens: ids, maxTokens, generation, handle: null, isOver: false, lastTokensMs: null };
+    });
+  });
+  return { choices, promptTokenCount };
+}
+
+function sumUsage(choices: readonly Choice[], promptTokenCount: number): TokenUsage {
+  const sum: TokenUsage = { promptTokens: promptTokenCount, cachedTokens: 0, completionTokens: 0, reasoningTokens: 0 };
+  for (const { generation } of choices) {
+    sum.completionTokens += generation.usage.completionTokens;
+    sum.reasoningTokens += generation.usage.reasoningTokens;
+  }
+  return sum;
+}
+
+function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds: number[]): Generation {
+  const { tokenizer } = context;
+  const { call, reading } = plan;
+  const isTrimmed = (id: number) => !call.keepsStop && call.stopTokenIds.includes(id);
+  const common = {
+    stopTokenIds,
+    stop: call.stop,
+    keepsStop: call.keepsStop,
+    minTokens: 0,
+    newCallId: () => `call_${randomBytes(12).toString('hex')}`,
+  };
+  if (reading.kind === 'text') {
+    return createGeneration({
+      ...common,
+      isHidden: isTrimmed,
+      isMark: () => false,
+      detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: call.skipSpecialTokens }),
+      parser: null,
+      thinking: false,
+      reasoning: 'separate',
+      maxToolCalls: 0,
+    });
+  }
+  const { thinking } = reading;
+  // The parser needs the text of these; other special tokens are no part of an answer.
+  const marks = [CHAT_TOKENS.thinkStart, CHAT_TOKENS.thinkEnd, CHAT_TOKENS.dsml].map((text) => tokenizer.tokenId(text));
+  const isHiddenMark = (id: number) => call.skipSpecialTokens && tokenizer.isSpecial(id) && !marks.includes(id);
+  return createGeneration({
+    ...common,
+    isHidden: (id) => id === tokenizer.eosId || isTrimmed(id) || isHiddenMark(id),
+    isMark: (id) => marks.includes(id),
+    detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: false }),
+    parser: createChatParser({ thinking, tools: reading.readsToolCalls }),
+    thinking,
+    reasoning: reading.reasoning,
+    maxToolCalls: reading.maxToolCalls,
+  });
+}
+
+function tokenTexts(tokenizer: Tokenizer): TokenTexts {
+  return {
+    bytes: (id) => tokenizer.tokenBytes(id),
+    text: (id) => tokenizer.decode([id]),
+    textOf: (ids) => tokenizer.decode(ids),
+  };
+}
