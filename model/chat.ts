@@ -135,7 +135,14 @@ export interface EncodingFile {
 /** Read encoding.json of the checkpoint directory `dir`. Throws if it is missing or lacks a text. */
 export function loadChatEncoding(dir: string): ChatEncoding {
   const path = join(dir, 'encoding.json');
-  const file = JSON.parse(readFileSync(path, 'utf8')) as Partial<EncodingFile>;
+  let text: string;
+  try {
+    text = readFileSync(path, 'utf8');
+  } catch (error) {
+    if ((error as NodeJS.ErrnoException).code !== 'ENOENT') throw error;
+    throw new Error(`${path} is missing; make it with: handoff import-encoding ${dir}`, { cause: error });
+  }
+  const file = JSON.parse(text) as Partial<EncodingFile>;
   const { tools_head: toolsHead, tools_tail: toolsTail, response_format: responseFormat = null } = file;
   if (typeof toolsHead !== 'string' || typeof toolsTail !== 'string') {
     throw new Error(`${path}: expected the texts tools_head and tools_tail`);

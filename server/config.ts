@@ -22,6 +22,7 @@ export type Command =
   | 'logits'
   | 'generate'
   | 'inspect'
+  | 'import-encoding'
   | 'doctor'
   | 'drain-watch';
 export type WorkerRole = 'prefill' | 'decode';
@@ -165,6 +166,14 @@ export interface InspectConfig {
   readonly contextLength: number | null;
 }
 
+export interface ImportEncodingConfig {
+  readonly command: 'import-encoding';
+  /** Absolute path of the checkpoint directory to write into. */
+  readonly model: string;
+  /** Absolute path of the Python file with the checkpoint's chat format. */
+  readonly source: string;
+}
+
 export interface DoctorConfig {
   readonly command: 'doctor';
   /** Base URL of a router. */
@@ -194,6 +203,7 @@ export type Config =
   | LogitsConfig
   | GenerateConfig
   | InspectConfig
+  | ImportEncodingConfig
   | DoctorConfig
   | DrainWatchConfig
   | HelpConfig;
@@ -228,12 +238,13 @@ const COMMAND_HELP: Record<Command, string> = {
   logits: "print the model's logits for given token ids, without a server",
   generate: 'prefill and decode in this process, without a server',
   inspect: 'say what a checkpoint holds and what it takes to serve it, from its headers alone',
+  'import-encoding': "take the texts of the chat format from a checkpoint's Python file into its encoding.json",
   doctor: 'examine a running cluster and say what is wrong with it',
   'drain-watch': 'watch the queues of a running cluster and say whether they drain or leak',
 };
 
 /** The option that a command takes without its flag. */
-const POSITIONAL: Partial<Record<Command, Key>> = { inspect: 'model' };
+const POSITIONAL: Partial<Record<Command, Key>> = { inspect: 'model', 'import-encoding': 'model' };
 
 /** Largest value of a Node timer; longer ones fire at once. */
 const MAX_TIMER_MS = 2 ** 31 - 1;
@@ -380,7 +391,7 @@ export const OPTIONS = {
     default: null,
     defaultText: 'the embedded nano',
     help: 'checkpoint directory (config.json, tokenizer.json, *.safetensors)',
-    commands: [...EVERY, 'inspect'],
+    commands: [...EVERY, 'inspect', 'import-encoding'],
   },
   adapter: {
     kind: 'text',
@@ -639,6 +650,15 @@ export const OPTIONS = {
     default: false,
     help: 'print one JSON object instead of text',
     commands: ['inspect'],
+    environment: false,
+  },
+  source: {
+    kind: 'text',
+    value: 'FILE.py',
+    default: null,
+    defaultText: 'encoding/encoding_dsv4.py of the checkpoint',
+    help: "Python file with the checkpoint's chat format",
+    commands: ['import-encoding'],
     environment: false,
   },
   url: {
@@ -1051,11 +1071,12 @@ function withDefaults(command: Command, given: Given): Settings {
   const settings: Record<string, Value> = {};
   for (const [key, row] of ROWS) settings[key] = given[key] ?? row.default;
   settings['port'] = given.port ?? DEFAULT_PORTS[command] ?? OPTIONS.port.default;
-  for (const key of ['model', 'ids'] as const) {
+  for (const key of ['model', 'ids', 'source'] as const) {
     const path = settings[key];
     if (typeof path === 'string') settings[key] = resolve(path);
   }
   settings['model'] ??= embeddedModelDir();
+  settings['source'] ??= resolve(settings['model'] as string, 'encoding/encoding_dsv4.py');
   return settings as Settings;
 }
 
@@ -1090,6 +1111,10 @@ function contradictions(command: Command, settings: Settings, given: Given): str
       if ('ids' in given === 'chat' in given) {
         faults.push(`exactly one of ${flagOf('ids')} and ${flagOf('chat')} is needed`);
       }
+      break;
+    case 'import-encoding':
+      if (!('model' in given)) faults.push(`${flagOf('model')} is needed`);
+      else if (!existsSync(settings.source!)) faults.push(`${flagOf('source')}: no file ${settings.source}`);
       break;
     case 'doctor':
     case 'drain-watch':
@@ -1255,6 +1280,8 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         maxRunningRequests: settings.maxRunningRequests,
         contextLength: settings.contextLength,
       };
+    case 'import-encoding':
+      return { command, model: common.model, source: settings.source! };
     case 'doctor':
       return { command, url: settings.url.replace(/\/+$/, ''), adminKey: settings.adminKey };
     case 'drain-watch':

@@ -38,6 +38,9 @@ async function main(): Promise<void> {
     case 'inspect':
       process.exitCode = await (await import('./inspect.ts')).runInspect(config);
       return;
+    case 'import-encoding':
+      process.exitCode = (await import('./import-encoding.ts')).runImportEncoding(config);
+      return;
     case 'doctor':
       process.exitCode = await (await import('./operators/doctor.ts')).runDoctor(config);
       return;

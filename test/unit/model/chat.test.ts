@@ -382,6 +382,6 @@ test('what cannot be rendered is refused with the index of its message', () => {
   }
 });
 
-test('a checkpoint without encoding.json is refused', () => {
-  assert.throws(() => loadChatEncoding('test/data'), /encoding\.json/);
+test('a checkpoint without encoding.json is refused with the command that makes one', () => {
+  assert.throws(() => loadChatEncoding('test/data'), /encoding\.json is missing; .*handoff import-encoding/);
 });
