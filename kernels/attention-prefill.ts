@@ -4,7 +4,7 @@ import type { Device } from './device.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
 import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./attention-prefill.wgsl', import.meta.url), ['attention']);
+const kernel = loadKernel(new URL('./attention-prefill.wgsl', import.meta.url), ['attention', 'round']);
 
 /** Keys and heads that one lane scores. */
 export const TILE = 4;
@@ -44,6 +44,8 @@ export interface AttentionArgs {
   readonly rowCount: number;
   /** The greatest position among the rows of this step. */
   readonly lastPosition: number;
+  /** Round softmax numerators to bf16, as the official runtime does before it weighs the keys (appendix A 9). */
+  readonly roundNumerators?: boolean | undefined;
 }
 
 /** Intermediate results of attention, shared by all layers. Rows are handled as many at a time as fit. */
@@ -222,6 +224,7 @@ export function recordScores(
   recorder.run(kernel, {
     entry: 'normalise',
     overrides: { LANES },
+    ...(args.roundNumerators ? { constants: { ROUND: 'true' } } : {}),
     tensors: { sinks, rows, step, scores, denominators },
     params,
     workgroups: [Math.ceil((blockCount * heads) / LANES)],

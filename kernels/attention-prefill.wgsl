@@ -92,7 +92,7 @@ fn normalise(@builtin(global_invocation_id) id: vec3u) {
   var sum = exp(sinks[head] - largest);
   for (var key = 0u; key < count; key++) {
     let numerator = exp(scores[base + key] - largest);
-    scores[base + key] = numerator;
+    scores[base + key] = stored(numerator); // with ROUND the denominator is still the sum of what was not rounded
     sum += numerator;
   }
   denominators[block_row * params.heads + head] = sum;

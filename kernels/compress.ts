@@ -3,7 +3,7 @@ import assert from 'node:assert/strict';
 import { loadKernel, type Recorder } from './kernel.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./compress.wgsl', import.meta.url));
+const kernel = loadKernel(new URL('./compress.wgsl', import.meta.url), ['round']);
 const LANES = 64;
 
 /** The ratio whose blocks overlap: an entry also pools the block before its own (and only this ratio has an indexer). */
@@ -25,11 +25,12 @@ export function tailShape(args: { slotCount: number; ratio: number; entryWidth: 
  * ape            [r, c * d] f32
  * norm           [d] f32
  * tailK, tailZ   [slots, ring, c * d] f32 (`tailShape`): token t at t mod ring; tailZ holds ape already
- * entries        [pages, entriesPerPage, d] f32: entry e of a sequence in page pageTable[e / entriesPerPage]
+ * entries        [pages, entriesPerPage, d] f32: entry e of a sequence in page pageTable[e / entriesPerPage];
+ *                or [maxRows, d] f32: the entry of the row that completes it, for `packKeys`; other rows are not written
  * cos, sin       [positions, R/2] f32: tables of the compressed layers
  * rows, sequences, pageTable, step: step metadata
  *
- * Follows section 3.7 of the model description.
+ * `rounding` rounds where the official runtime does: appendix A 5 to 7. Follows section 3.7 of the model description.
  */
 export function compress(
   recorder: Recorder,
@@ -52,6 +53,7 @@ export function compress(
     readonly eps: number;
     /** Transform the entries (index keys). */
     readonly hadamard: boolean;
+    readonly rounding?: boolean | undefined;
     /** Rows of this step. */
     readonly rowCount: number;
   },
@@ -73,10 +75,13 @@ export function compress(
     ratio,
     eps,
     hadamard,
+    rounding = false,
     rowCount,
   } = args;
   const [slotCount = 0] = tailK.shape;
-  const [, entriesPerPage = 0, entryWidth = 0] = entries.shape;
+  const staged = entries.shape.length === 2;
+  const entryWidth = entries.shape.at(-1) ?? 0;
+  const entriesPerPage = staged ? 1 : (entries.shape[1] ?? 0);
   const [, maxPages = 0] = pageTable.shape;
   const [, pairs = 0] = cos.shape;
   const tail = tailShape({ slotCount, ratio, entryWidth });
@@ -99,15 +104,17 @@ export function compress(
     pairs,
     eps,
   };
+  const constants = { STAGED: `${staged}`, ROUND: `${rounding}` };
   recorder.run(kernel, {
     entry: 'pool',
+    constants,
     tensors: { k, z, ape, tailK, tailZ, entries, rows, sequences, pageTable, step },
     params,
     workgroups: [Math.ceil(entryWidth / LANES), rowCount],
   });
   recorder.run(kernel, {
     entry: 'finish',
-    constants: { HADAMARD: `${hadamard}` },
+    constants: { ...constants, HADAMARD: `${hadamard}` },
     tensors: { norm, entries, cos, sin, rows, pageTable, step },
     params,
     workgroups: [Math.ceil(rowCount / LANES)],

@@ -1,6 +1,7 @@
 // Compressed entries: `pool` weighs the block's tokens per channel, `finish` norms, rotates and transforms the pooled
 // vector where it lies, `append` keeps the chunk's last rows for later steps. Rows that complete no block do nothing.
-// No barriers: they cost more on a software adapter than the second dispatch.
+// No barriers: they cost more on a software adapter than the second dispatch. With ROUND each of these steps is rounded
+// to bf16, and the result to the blocks of its format: e4m3 in the dimensions that are not rotated, e2m1 in index keys.
 //
 // Tokens of an entry at row t with overlap (r = 4): | t-7 .. t-4: half A | t-3 .. t: half B |; without: t-r+1 .. t.
 // Tokens before the chunk come from the tails, the others from this step's projections.
@@ -32,10 +33,15 @@ struct Params {
 @group(0) @binding(13) var<storage, read> step: array<u32>;
 
 const HADAMARD: bool = false;
+const STAGED: bool = false; // entries have the rows of the step
 const LOWEST: f32 = -3.4e38;
+const E4M3_BLOCK: u32 = 64u;
+const E2M1_BLOCK: u32 = 32u;
 
-// First element of the entry that row t completes.
-fn entry_base(sequence_index: u32, position: u32) -> u32 {
+// First element of the entry that a row completes.
+fn entry_base(row: u32, position: u32) -> u32 {
+  if (STAGED) { return row * params.entry_width; }
+  let sequence_index = rows[row].z;
   let entry = position / params.ratio;
   let page = pageTable[sequence_index * params.max_pages + entry / params.entries_per_page];
   return (page * params.entries_per_page + entry % params.entries_per_page) * params.entry_width;
@@ -91,7 +97,7 @@ fn pool(@builtin(global_invocation_id) id: vec3u) {
     sum += weight;
     pooled += weight * value;
   }
-  entries[entry_base(rows[row].z, position) + channel] = pooled / sum;
+  entries[entry_base(row, position) + channel] = stored(pooled / sum);
 }
 
 @compute @workgroup_size(64)
@@ -100,7 +106,7 @@ fn finish(@builtin(global_invocation_id) id: vec3u) {
   if (row >= step[0]) { return; }
   let position = rows[row].y;
   if ((position + 1u) % params.ratio != 0u) { return; }
-  let base = entry_base(rows[row].z, position);
+  let base = entry_base(row, position);
   let width = params.entry_width;
 
   var squares = 0.0;
@@ -112,17 +118,17 @@ fn finish(@builtin(global_invocation_id) id: vec3u) {
 
   let plain = width - 2u * params.pairs;
   for (var channel = 0u; channel < plain; channel++) {
-    entries[base + channel] = entries[base + channel] * factor * norm[channel];
+    entries[base + channel] = stored(entries[base + channel] * factor * norm[channel]);
   }
   let table = (position + 1u - params.ratio) * params.pairs;
   for (var pair = 0u; pair < params.pairs; pair++) {
     let channel = plain + 2u * pair;
-    let a = entries[base + channel] * factor * norm[channel];
-    let b = entries[base + channel + 1u] * factor * norm[channel + 1u];
+    let a = stored(entries[base + channel] * factor * norm[channel]);
+    let b = stored(entries[base + channel + 1u] * factor * norm[channel + 1u]);
     let c = cos[table + pair];
     let s = sin[table + pair];
-    entries[base + channel] = a * c - b * s;
-    entries[base + channel + 1u] = a * s + b * c;
+    entries[base + channel] = stored(a * c - b * s);
+    entries[base + channel + 1u] = stored(a * s + b * c);
   }
 
   if (HADAMARD) {
@@ -136,7 +142,23 @@ fn finish(@builtin(global_invocation_id) id: vec3u) {
       }
     }
     let scale = 1.0 / sqrt(f32(width));
-    for (var channel = 0u; channel < width; channel++) { entries[base + channel] *= scale; }
+    for (var channel = 0u; channel < width; channel++) { entries[base + channel] = stored(entries[base + channel] * scale); }
+  }
+  if (ROUND) {
+    let end = select(base + plain, base + width, HADAMARD);
+    let block = select(E4M3_BLOCK, E2M1_BLOCK, HADAMARD);
+    for (var first = base; first < end; first += block) { round_block(first, min(first + block, end)); }
+  }
+}
+
+fn round_block(first: u32, end: u32) {
+  var largest = 0.0;
+  for (var at = first; at < end; at++) { largest = max(largest, abs(entries[at])); }
+  let exponent = select(e4m3_scale(largest), e2m1_scale(largest), HADAMARD);
+  let inverse = inverse_power_of_two(exponent);
+  for (var at = first; at < end; at++) {
+    let scaled = entries[at] * inverse;
+    entries[at] = stored(select(round_e4m3(scaled), round_e2m1(scaled), HADAMARD) * power_of_two(exponent));
   }
 }
 

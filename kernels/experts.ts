@@ -2,9 +2,10 @@
 import assert from 'node:assert/strict';
 import type { Device } from './device.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
+import { roundToBlockFormat } from './round.ts';
+import { allocateTensor, assertShape, reshapeTensor, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./experts.wgsl', import.meta.url), ['quant']);
+const kernel = loadKernel(new URL('./experts.wgsl', import.meta.url), ['quant', 'round']);
 
 /** Number format of expert weights, as in the checkpoint. */
 export type ExpertFormat = 'f32' | 'bf16' | 'e4m3' | 'mxfp4' | 'nvfp4';
@@ -107,9 +108,14 @@ export function experts(
     readonly limit: number;
     /** Rows of this step. */
     readonly rowCount: number;
+    /**
+     * Round to bf16 what the official runtime does: both projections, the hidden layer, an expert's output and the sum
+     * (appendix A 11); `inputs` also rounds the hidden layer to e4m3 in blocks of 128 before `down` (appendix A 1).
+     */
+    readonly rounding?: 'bf16' | 'inputs' | undefined;
   },
 ): void {
-  const { x, weights, gateUp, down, shared, out, step, scratch, limit, rowCount } = args;
+  const { x, weights, gateUp, down, shared, out, step, scratch, limit, rowCount, rounding } = args;
   const [, chosenCount = 0] = args.experts.shape;
   const { experts: expertCount, rows: hiddenWidth, columns: width } = gateUp;
   assertExpertWeight(gateUp, 2);
@@ -152,18 +158,25 @@ export function experts(
   }
   const tilePairs = grouped ? TILE_PAIRS : 1;
   const tensors = { step, experts: args.experts, order, tiles };
+  const rounded = rounding ? { ROUND: 'true' } : {};
   recorder.run(kernel, {
     entry: 'gate_up',
     overrides: { LANES },
-    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[gateUp.format] },
+    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[gateUp.format], ...rounded },
     tensors: { ...tensors, x, weights, ...weightTensors(gateUp, weights), out: hidden },
     params: { ...common, columns: width, outputs: hiddenWidth },
     workgroups: [Math.ceil(hiddenWidth / 4 / LANES), tileGrid],
   });
+  if (rounding === 'inputs') {
+    // Pairs of a row lie side by side, so the hidden layer has the shape of K vectors a row.
+    const [pairRows = 0] = hidden.shape;
+    const vectors = reshapeTensor(hidden, [pairRows / chosenCount, chosenCount, hiddenWidth]);
+    roundToBlockFormat(recorder, { x: vectors, step, rowCount, format: 'e4m3', block: 128 });
+  }
   recorder.run(kernel, {
     entry: 'down',
     overrides: { LANES },
-    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[down.format] },
+    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[down.format], ...rounded },
     tensors: { ...tensors, x: hidden, ...weightTensors(down, weights), out: outputs },
     params: { ...common, columns: hiddenWidth, outputs: width },
     workgroups: [Math.ceil(width / 8 / LANES), tileGrid],
@@ -171,6 +184,7 @@ export function experts(
   recorder.run(kernel, {
     entry: 'combine',
     overrides: { LANES },
+    ...(rounding ? { constants: rounded } : {}),
     tensors: { step, x: outputs, shared_out: shared, out },
     params: { ...common, columns: hiddenWidth, outputs: width },
     workgroups: [Math.ceil(width / LANES), rowCount],

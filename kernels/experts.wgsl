@@ -3,6 +3,8 @@
 // A lane makes 8 outputs for PAIRS pairs: a decoded weight serves all pairs, a loaded input all outputs. Every output
 // is one chain of additions in ascending column, the same for every PAIRS.
 //
+// With ROUND every product, the hidden layer and the sum are rounded to bf16 (include/round.wgsl).
+//
 // A pair is row * K + choice. Few rows skip the grouping: tile i is pair i.
 
 struct Params {
@@ -210,9 +212,9 @@ fn gate_up(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_in
   for (var t = 0u; t < PAIRS; t++) {
     if (t < tile.pair_count) {
       let pair = tile.pairs[t];
-      let gate = min(products.a[t], vec4f(params.limit));
-      let up = clamp(products.b[t], vec4f(-params.limit), vec4f(params.limit));
-      let hidden = gate / (1.0 + exp(-gate)) * up * weights[pair];
+      let gate = min(stored_vec4(products.a[t]), vec4f(params.limit));
+      let up = clamp(stored_vec4(products.b[t]), vec4f(-params.limit), vec4f(params.limit));
+      let hidden = stored_vec4(gate / (1.0 + exp(-gate)) * up * weights[pair]);
       for (var i = 0u; i < min(4u, params.outputs - first); i++) { out[pair * params.outputs + first + i] = hidden[i]; }
     }
   }
@@ -230,8 +232,8 @@ fn down(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index
   for (var t = 0u; t < PAIRS; t++) {
     if (t < tile.pair_count) {
       let base = tile.pairs[t] * params.outputs + first;
-      for (var i = 0u; i < min(4u, params.outputs - first); i++) { out[base + i] = products.a[t][i]; }
-      for (var i = 4u; i < min(8u, params.outputs - first); i++) { out[base + i] = products.b[t][i - 4u]; }
+      for (var i = 0u; i < min(4u, params.outputs - first); i++) { out[base + i] = stored(products.a[t][i]); }
+      for (var i = 4u; i < min(8u, params.outputs - first); i++) { out[base + i] = stored(products.b[t][i - 4u]); }
     }
   }
 }
@@ -246,5 +248,5 @@ fn combine(@builtin(global_invocation_id) id: vec3u) {
   for (var choice = 0u; choice < params.chosen_count; choice++) {
     sum += x[(row * params.chosen_count + choice) * params.outputs + dim];
   }
-  out[row * params.outputs + dim] = sum + shared_out[row * params.outputs + dim];
+  out[row * params.outputs + dim] = stored(sum + shared_out[row * params.outputs + dim]);
 }

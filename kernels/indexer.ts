@@ -1,9 +1,10 @@
 /** The lightning indexer: which compressed entries a query attends to in an overlapping (CSA) layer. */
 import assert from 'node:assert/strict';
+import { indexKeyWords, PRECISION_CONSTANTS, type IndexPrecision } from './index-keys.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./indexer.wgsl', import.meta.url));
+const kernel = loadKernel(new URL('./indexer.wgsl', import.meta.url), ['quant', 'round', 'index-keys']);
 const LANES = 64;
 // Entries of one workgroup of `scores`: 64 lanes of 4.
 const SCORES_PER_GROUP = 256;
@@ -41,12 +42,12 @@ export function hadamard(
  *
  * queries      [maxRows, heads, width] f32, rotated and transformed (`hadamard`)
  * headWeights  [maxRows, heads] f32: x times weights_proj, transposed, unscaled
- * keys         [pages, entriesPerPage, width] f32: index keys, transformed
+ * keys         [pages, entriesPerPage, indexKeyWords] u32: index keys, transformed and packed (`packKeys`)
  * scores       [blockRows, maxEntries] f32, scratch. maxEntries is at least the largest n(t); rows are handled blockRows at a time
  * selected     [maxRows, topk] u32, out: entry indices, ascending
  * rows, sequences, pageTable, step: step metadata
  *
- * Follows section 3.8 of the model description.
+ * `rounding` rounds where the official runtime does: appendix A 8; scores then tie often. Follows section 3.8 of the model description.
  */
 export function selectEntries(
   recorder: Recorder,
@@ -54,6 +55,8 @@ export function selectEntries(
     readonly queries: Tensor;
     readonly headWeights: Tensor;
     readonly keys: Tensor;
+    readonly precision: IndexPrecision;
+    readonly rounding?: boolean | undefined;
     readonly scores: Tensor;
     readonly selected: Tensor;
     readonly rows: Tensor;
@@ -66,7 +69,8 @@ export function selectEntries(
     readonly lastPosition: number;
   },
 ): void {
-  const { queries, headWeights, keys, scores, selected, rows, pageTable, step, ratio, rowCount, lastPosition } = args;
+  const { queries, headWeights, keys, precision, scores, selected, rows, pageTable, step } = args;
+  const { ratio, rowCount, lastPosition, rounding = false } = args;
   const [, heads = 0, width = 0] = queries.shape;
   const [, entriesPerPage = 0] = keys.shape;
   const [, maxPages = 0] = pageTable.shape;
@@ -74,7 +78,7 @@ export function selectEntries(
   const [, topk = 0] = selected.shape;
   assertShape(queries, [null, heads, width], 'f32');
   assertShape(headWeights, [null, heads], 'f32');
-  assertShape(keys, [null, entriesPerPage, width], 'f32');
+  assertShape(keys, [null, entriesPerPage, indexKeyWords(width, precision)], 'u32');
   assertShape(selected, [null, topk], 'u32');
   const entryCount = Math.floor((lastPosition + 1) / ratio);
   if (entryCount <= topk) return;
@@ -93,6 +97,7 @@ export function selectEntries(
     };
     recorder.run(kernel, {
       entry: 'score',
+      constants: { PRECISION: PRECISION_CONSTANTS[precision], ROUND: `${rounding}` },
       tensors: { queries, headWeights, keys, scores, rows, pageTable, step },
       params,
       workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],

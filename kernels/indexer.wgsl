@@ -1,6 +1,7 @@
 // The lightning indexer. `transform`: a lane does one vector's butterflies in place. `score`: a lane scores 4 entries,
 // 8 heads at a time, so that 12 loads serve 32 multiplications. `select`: a workgroup finds one row's topk-th largest
-// score digit by digit, then writes the indices above it in order; only integers are counted atomically.
+// score digit by digit, then writes the indices above it in order; only integers are counted atomically. With ROUND
+// dot products, head weights, their products and the sum are rounded to bf16 (include/round.wgsl).
 
 struct Params {
   heads: u32,
@@ -16,7 +17,7 @@ struct Params {
 @group(0) @binding(0) var<uniform> params: Params;
 @group(0) @binding(1) var<storage, read_write> queries: array<f32>;
 @group(0) @binding(2) var<storage, read> headWeights: array<f32>;
-@group(0) @binding(3) var<storage, read> keys: array<f32>;
+@group(0) @binding(3) var<storage, read> keys: array<u32>; // include/index-keys.wgsl
 @group(0) @binding(4) var<storage, read_write> scores: array<f32>;
 @group(0) @binding(5) var<storage, read_write> selected: array<u32>;
 @group(0) @binding(6) var<storage, read> rows: array<vec4u>;
@@ -64,9 +65,10 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
   for (var i = 0u; i < 4u; i++) {
     let entry = min(first + i, count - 1u); // past the end: the last one again, not stored
     let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page];
-    key_base[i] = (page * params.entries_per_page + entry % params.entries_per_page) * width;
+    key_base[i] = (page * params.entries_per_page + entry % params.entries_per_page) * key_words(width);
   }
 
+  let scale = 1.0 / sqrt(f32(width * params.heads));
   var total = vec4f();
   for (var head = 0u; head < params.heads; head += HEADS) {
     var query_base: array<u32, HEADS>;
@@ -75,20 +77,66 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
       query_base[i] = (row * params.heads + min(head + i, params.heads - 1u)) * width;
       sum[i] = vec4f();
     }
-    for (var dim = 0u; dim < width; dim++) {
-      let key = vec4f(keys[key_base.x + dim], keys[key_base.y + dim], keys[key_base.z + dim], keys[key_base.w + dim]);
-      for (var i = 0u; i < HEADS; i++) { sum[i] += queries[query_base[i] + dim] * key; }
+    var dim = 0u;
+    for (var block = 0u; dim < width; block++) {
+      let key_scale = vec4f(
+        load_key_scale(key_base.x, block),
+        load_key_scale(key_base.y, block),
+        load_key_scale(key_base.z, block),
+        load_key_scale(key_base.w, block),
+      );
+      let end = min(dim + KEY_BLOCK, width);
+      while (dim < end) {
+        var words = vec4u(
+          keys[key_base.x + dim / KEY_ELEMENTS],
+          keys[key_base.y + dim / KEY_ELEMENTS],
+          keys[key_base.z + dim / KEY_ELEMENTS],
+          keys[key_base.w + dim / KEY_ELEMENTS],
+        );
+        let word_end = min(dim + KEY_ELEMENTS, end);
+        for (; dim < word_end; dim++) {
+          let key = decode_keys(words) * key_scale;
+          words >>= vec4u((32u / KEY_ELEMENTS) & 31u); // 0 for one element a word
+          for (var i = 0u; i < HEADS; i++) { sum[i] += queries[query_base[i] + dim] * key; }
+        }
+      }
     }
     for (var i = 0u; i < HEADS; i++) {
       if (head + i < params.heads) {
-        total += headWeights[row * params.heads + head + i] * max(sum[i], vec4f());
+        let weight = headWeights[row * params.heads + head + i];
+        if (ROUND) {
+          total += stored_vec4(stored(weight * scale) * max(stored_vec4(sum[i]), vec4f()));
+        } else {
+          total += weight * max(sum[i], vec4f());
+        }
       }
     }
   }
-  let scale = 1.0 / sqrt(f32(width * params.heads));
+  if (ROUND) { total = stored_vec4(total); } else { total *= scale; }
   for (var i = 0u; i < 4u; i++) {
-    if (first + i < count) { scores[id.y * params.capacity + first + i] = total[i] * scale; }
+    if (first + i < count) { scores[id.y * params.capacity + first + i] = total[i]; }
   }
+}
+
+fn load_key_scale(base: u32, block: u32) -> f32 {
+  if (PRECISION == KEYS_FP8) { return bitcast<f32>(keys[base + element_words(params.width)]); }
+  if (PRECISION == KEYS_FP4) {
+    let word = keys[base + element_words(params.width) + block / 4u];
+    return 0.5 * decode_e8m0((word >> (8u * (block & 3u))) & 255u);
+  }
+  return 1.0;
+}
+
+// The lowest element of each word, FP4 doubled.
+fn decode_key(word: u32) -> f32 {
+  if (PRECISION == KEYS_F32) { return bitcast<f32>(word); }
+  if (PRECISION == KEYS_BF16) { return decode_bf16(word); }
+  if (PRECISION == KEYS_FP8) { return decode_e4m3(word); }
+  return decode_e2m1_doubled(word);
+}
+
+fn decode_keys(words: vec4u) -> vec4f {
+  return vec4f(decode_key(words.x), decode_key(words.y), decode_key(words.z), decode_key(words.w));
 }
 
 const DIGIT_BITS: u32 = 4u;

@@ -3,7 +3,7 @@ import { loadKernel, type Recorder } from './kernel.ts';
 import type { RowCount } from './linear.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./rmsnorm.wgsl', import.meta.url));
+const kernel = loadKernel(new URL('./rmsnorm.wgsl', import.meta.url), ['round']);
 
 /**
  * Record out[r, h, :] = x[r, h, :] / sqrt(mean(x[r, h, :]²) + eps) · weight. One workgroup a vector.
@@ -13,6 +13,8 @@ const kernel = loadKernel(new URL('./rmsnorm.wgsl', import.meta.url));
  * @param args.out f32 shaped like x; may be x itself.
  * @param args.step u32 [4].
  * @param args.rowCount rows of the step, for the grid.
+ * @param args.inBf16 round the squares, their mean, its root and the result to bf16 (appendix A 3 of the model
+ *   description); without a weight only.
  * @throws RangeError on a shape that does not fit.
  */
 export function rmsnorm(
@@ -25,9 +27,10 @@ export function rmsnorm(
     eps: number;
     rowCount: number;
     countFrom?: RowCount;
+    inBf16?: boolean;
   },
 ): void {
-  const { x, weight, out, step, eps, rowCount, countFrom = 'rows' } = args;
+  const { x, weight, out, step, eps, rowCount, countFrom = 'rows', inBf16 = false } = args;
   const heads = x.shape.length === 3 ? x.shape[1]! : 1;
   const columns = x.shape.at(-1)!;
   const shape = x.shape.length === 3 ? [null, heads, columns] : [null, columns];
@@ -35,10 +38,12 @@ export function rmsnorm(
   assertShape(out, [x.shape[0]!, ...shape.slice(1)]);
   assertShape(step, [4], 'u32');
   if (weight) assertShape(weight, [columns]);
+  if (weight && inBf16) throw new RangeError('rmsnorm: a weighted norm is computed in f32');
   const inPlace = x.buffer === out.buffer;
   recorder.run(kernel, {
     entry: weight ? (inPlace ? 'weighted_in_place' : 'weighted') : inPlace ? 'plain_in_place' : 'plain',
     overrides: { WORKGROUP_SIZE: recorder.device.info.software ? 8 : 64 },
+    ...(inBf16 ? { constants: { ROUND: 'true' } } : {}),
     tensors: { ...(inPlace ? {} : { x }), ...(weight ? { weight } : {}), out, step },
     params: { heads, columns, count_from: countFrom === 'rows' ? 0 : 2, eps },
     workgroups: [heads, rowCount],

@@ -1,5 +1,6 @@
 // out = x / sqrt(mean(x²) + eps) · weight, one workgroup a vector. Four entries: with or without a weight, into another
-// tensor or in place (WebGPU forbids binding one buffer for reading and for writing in one dispatch).
+// tensor or in place (WebGPU forbids binding one buffer for reading and for writing in one dispatch). With ROUND every
+// intermediate of a plain norm is bf16 (include/round.wgsl).
 
 struct Params {
   heads: u32, // vectors in a row
@@ -24,14 +25,14 @@ fn unit_scale(lane: u32, sum: f32) -> f32 {
   workgroupBarrier();
   var total = 0.0;
   for (var i = 0u; i < WORKGROUP_SIZE; i++) { total += partials[i]; }
-  return 1.0 / sqrt(total / f32(params.columns) + params.eps);
+  return stored(1.0 / sqrt(stored(stored(total / f32(params.columns)) + params.eps)));
 }
 
 fn sum_x(base: u32, lane: u32) -> f32 {
   var sum = 0.0;
   for (var column = lane; column < params.columns; column += WORKGROUP_SIZE) {
     let value = x[base + column];
-    sum += value * value;
+    sum += stored(value * value);
   }
   return sum;
 }
@@ -40,7 +41,7 @@ fn sum_out(base: u32, lane: u32) -> f32 {
   var sum = 0.0;
   for (var column = lane; column < params.columns; column += WORKGROUP_SIZE) {
     let value = out[base + column];
-    sum += value * value;
+    sum += stored(value * value);
   }
   return sum;
 }
@@ -79,7 +80,7 @@ fn plain(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_inde
   let base = base_of(workgroup);
   let factor = unit_scale(lane, sum_x(base, lane));
   for (var column = lane; column < params.columns; column += WORKGROUP_SIZE) {
-    out[base + column] = x[base + column] * factor;
+    out[base + column] = stored(x[base + column] * factor);
   }
 }
 
@@ -89,6 +90,6 @@ fn plain_in_place(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invoca
   let base = base_of(workgroup);
   let factor = unit_scale(lane, sum_out(base, lane));
   for (var column = lane; column < params.columns; column += WORKGROUP_SIZE) {
-    out[base + column] = out[base + column] * factor;
+    out[base + column] = stored(out[base + column] * factor);
   }
 }

@@ -488,7 +488,9 @@ const selectCase: KernelCase = {
     const queries = material.noise('f32', [rows, heads, width]);
     const headWeights = material.noise('f32', [rows, heads]);
     const pageCount = Math.ceil(context / geometry.pageTokens);
-    const keys = material.noise('f32', [pageCount, geometry.pageTokens / OVERLAP_RATIO, width]);
+    // Keys of f32 are their bits.
+    const bits = material.noise('f32', [pageCount, geometry.pageTokens / OVERLAP_RATIO, width]);
+    const keys = { ...bits, dtype: 'u32' } as const;
     const blockRows = Math.max(1, Math.min(rows, Math.floor(SCRATCH_BYTES / (4 * capacity))));
     const scores = material.noise('f32', [blockRows, capacity]);
     const selected = material.noise('u32', [rows, topk]);
@@ -506,6 +508,7 @@ const selectCase: KernelCase = {
           queries,
           headWeights,
           keys,
+          precision: 'f32',
           scores,
           selected,
           rows: metadata.rows,

@@ -4,6 +4,7 @@ import { attentionDecode } from '../../kernels/attention-decode.ts';
 import { allocateAttentionScratch, attentionPrefill } from '../../kernels/attention-prefill.ts';
 import { appendWindow } from '../../kernels/window.ts';
 import { attend } from '../reference/attention.ts';
+import { toBf16 } from '../reference/rounding.ts';
 import {
   assertClose,
   assertSameBits,
@@ -288,6 +289,32 @@ test('a sink far above all scores leaves nothing, one far below takes nothing', 
   for (let position = 0; position < 3; position += 1) {
     assertClose(actual.subarray(position * 16, position * 16 + 8), new Float32Array(8), { absolute: 1e-30 });
     assertRow(content, 0, position, actual.subarray(position * 16, position * 16 + 16));
+  }
+});
+
+test('numerators are rounded to bf16 on request, and the denominator is the sum of what they were', async () => {
+  const layer = { heads: 1, headDim: 4, window: 4, ratio: 0, topk: 0, entriesPerPage: 1 };
+  const content = makeContent(layer, [3]);
+  // Scores are 2, 1.7 and 0.9: every numerator but the largest is cut by some 2^-10 of itself.
+  const keys = [
+    [2, 1, -3, 5],
+    [1.7, -7, 2, 1],
+    [0.9, 4, 9, -6],
+  ];
+  for (const [position, key] of keys.entries()) content.kv[0]![position]!.set(key);
+  content.queries[0]![2]!.set([2, 0, 0, 0]);
+  content.sinks[0] = 0;
+  for (const roundNumerators of [false, true]) {
+    for (const attention of [attentionPrefill, attentionDecode]) {
+      const rounding: typeof attentionPrefill = (recorder, args) => attention(recorder, { ...args, roundNumerators });
+      const actual = await runStep(content, makeState(content), [[0, 0, 3]], rounding);
+      const numerators = [0, -0.3, -1.1].map((logit) => Math.exp(logit));
+      const sum = numerators.reduce((total, value) => total + value, Math.exp(-2));
+      const weights = roundNumerators ? numerators.map(toBf16) : numerators;
+      const expected = [0, 1, 2, 3].map((dim) => weights.reduce((x, w, key) => x + w * keys[key]![dim]!, 0) / sum);
+      // The two expectations are 1e-3 apart.
+      assertClose(actual.subarray(8, 12), expected, { absolute: 2e-6 }, `rounded: ${roundNumerators}`);
+    }
   }
 });
 

@@ -36,5 +36,5 @@ function includesOf(file: string): string[] {
     `loadKernel\\(\\s*new URL\\('\\./${file}', import\\.meta\\.url\\),?\\s*(\\[[^\\]]*\\])?`,
   ).exec(wrapper);
   assert.ok(call, `${file} is loaded by its wrapper`);
-  return [...(call[1] ?? '').matchAll(/'(\w+)'/g)].map((match) => match[1]!);
+  return [...(call[1] ?? '').matchAll(/'([\w-]+)'/g)].map((match) => match[1]!);
 }

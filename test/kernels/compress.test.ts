@@ -1,7 +1,9 @@
+import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { compress, tailShape } from '../../kernels/compress.ts';
 import type { Tensor } from '../../kernels/tensor.ts';
 import { hadamardTransform, normalise, poolBlock, rotate } from '../reference/attention.ts';
+import { throughBlocks, toBf16 } from '../reference/rounding.ts';
 import {
   assertClose,
   assertSameBits,
@@ -26,6 +28,7 @@ interface Compressor {
   readonly pairs: number;
   readonly pageTokens: number;
   readonly hadamard: boolean;
+  readonly rounding?: boolean;
 }
 
 /** A compressor's constants and, for each of several sequences, the projections of every token. */
@@ -125,6 +128,7 @@ async function runStep(
       ratio: setup.ratio,
       eps: EPS,
       hadamard: setup.hadamard,
+      rounding: setup.rounding,
       rowCount: step.rowCount,
     });
   });
@@ -214,6 +218,68 @@ for (const compressor of [
     assertSameBits(await readF32(device, state.tailK), await readF32(device, whole.tailK), 'tailK');
     assertSameBits(await readF32(device, state.tailZ), await readF32(device, whole.tailZ), 'tailZ');
   });
+}
+
+test('entries can be handed over row by row, the same bits as in their pages', async () => {
+  const setup = makeSetup({ ratio: 4, width: 16, pairs: 4, pageTokens: 16, hadamard: true }, [23]);
+  const paged = makeState(setup);
+  await runStep(setup, paged, [[0, 0, 23]]);
+  const content = await assertEntries(setup, paged, [23]);
+  const staged = { ...makeState(setup), entries: guardedTensor(device, [13, 16]) };
+  await runStep(setup, staged, [[0, 0, 12]]);
+  await runStep(setup, staged, [[0, 12, 23]]);
+  const rows = await readF32(device, staged.entries);
+  // Rows 3 and 7 were written again by the second step, whose rows are positions 12 to 22.
+  const blockOf = new Map([
+    [3, 3],
+    [7, 4],
+    [11, 2],
+  ]);
+  for (let row = 0; row < 13; row += 1) {
+    const block = blockOf.get(row);
+    if (block === undefined) {
+      assertUntouched(rows, row * 16, (row + 1) * 16);
+      continue;
+    }
+    const base = (pageOf(0, Math.floor(block / 4), pagesEach(setup)) * 4 + (block % 4)) * 16;
+    assertSameBits(rows.slice(row * 16, (row + 1) * 16), content.slice(base, base + 16), `row ${row}`);
+  }
+});
+
+for (const hadamard of [false, true]) {
+  test(`${hadamard ? 'index keys' : 'entries'} are rounded where the official runtime rounds them`, async () => {
+    const sizes = { ratio: 4, width: 128, pairs: 16, pageTokens: 128, hadamard };
+    const setup: Setup = { ...makeSetup(sizes, [40]), rounding: true };
+    const state = makeState(setup);
+    await runStep(setup, state, [[0, 0, 40]]);
+    const content = await readF32(device, state.entries);
+    let same = 0;
+    for (let block = 0; block < 10; block += 1) {
+      const base = (pageOf(0, 0, pagesEach(setup)) * 32 + block) * 128;
+      const actual = content.subarray(base, base + 128);
+      const expected = officialEntry(setup, block);
+      same += expected.filter((value, channel) => value === actual[channel]).length;
+      // Entries reach 6; a value on the other side of halfway is one step of e2m1 (e4m3) under the block's scale away.
+      assertClose(actual, expected, { absolute: hadamard ? 2 : 0.3 }, `block ${block}`);
+      const plain = hadamard ? actual : actual.subarray(0, 96);
+      const again = hadamard ? throughBlocks(plain, 'e2m1', 32) : throughBlocks(plain, 'e4m3', 64);
+      assertClose(plain, again, {}, 'values of the format');
+    }
+    assert.ok(same > 0.97 * 1280, `${same} of 1280 values are the expected ones`);
+  });
+}
+
+/** Entry `block` of sequence 0 with the rounding of appendix A 6, then 5 or 7. */
+function officialEntry(setup: Setup, block: number): number[] {
+  const { ratio, width, columns, pairs, hadamard } = setup;
+  const ape = Array.from({ length: ratio }, (_, i) => setup.ape.subarray(i * columns, (i + 1) * columns));
+  const pooled = poolBlock(setup.k[0]!, setup.z[0]!, ape, { block, ratio, width }).map(toBf16);
+  const normed = normalise(pooled, setup.norm, EPS).map(toBf16);
+  const table = [block * ratio * pairs, (block * ratio + 1) * pairs] as const;
+  const rotated = rotate(normed, setup.cos.subarray(...table), setup.sin.subarray(...table)).map(toBf16);
+  if (hadamard) return throughBlocks(hadamardTransform(rotated).map(toBf16), 'e2m1', 32);
+  const plain = width - 2 * pairs;
+  return [...throughBlocks(rotated.slice(0, plain), 'e4m3', 64), ...rotated.slice(plain)];
 }
 
 test('tails hold k and z plus ape of the last tokens at their position modulo the ring', async () => {

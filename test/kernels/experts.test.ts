@@ -3,7 +3,8 @@ import { test } from 'node:test';
 import type { Device } from '../../kernels/device.ts';
 import { decodeBf16, decodeE2m1, decodeE4m3, decodeE8m0, encodeBf16, type Dtype } from '../../kernels/dtype.ts';
 import { allocateExpertScratch, experts, type ExpertFormat, type ExpertWeight } from '../../kernels/experts.ts';
-import { applyExpert } from '../reference/routing.ts';
+import { throughBlocks, toBf16 } from '../reference/rounding.ts';
+import { applyExpert, clampedSwiglu } from '../reference/routing.ts';
 import {
   assertClose,
   assertSameBits,
@@ -146,7 +147,7 @@ function sliceInput(input: Input, width: number, start: number, rowCount: number
   };
 }
 
-async function apply(gpu: Device, layer: Layer, input: Input): Promise<Float32Array> {
+async function apply(gpu: Device, layer: Layer, input: Input, rounding?: 'bf16' | 'inputs'): Promise<Float32Array> {
   const { rows: hiddenWidth, columns: width, experts: expertCount } = layer.gateUp.weight;
   const { rowCount, chosenCount } = input;
   const maxRows = rowCount + 2;
@@ -165,6 +166,7 @@ async function apply(gpu: Device, layer: Layer, input: Input): Promise<Float32Ar
       scratch: allocateExpertScratch(gpu, { maxRows, chosenCount, expertCount, hiddenWidth, width }),
       limit: layer.limit,
       rowCount,
+      rounding,
     });
   });
   const values = await readF32(gpu, out);
@@ -244,6 +246,75 @@ for (const format of ['mxfp4', 'bf16'] as const) {
       assertSameBits(part, all.slice(start * width, (start + rowCount) * width), `rows from ${start}`);
     }
   });
+}
+
+for (const rounding of ['bf16', 'inputs'] as const) {
+  for (const rowCount of [3, 9]) {
+    test(`${rowCount} rows are rounded where the official runtime does: ${rounding}`, async () => {
+      // Multiples of 1/8: the first products are exact sums, so that only exp may come out on another side of halfway.
+      const eighths = (count: number, seed: number): Float32Array =>
+        Float32Array.from({ length: count }, (_, index) => (((index + seed) * 7919) % 31) / 8 - 2);
+      const [count, hidden, width, chosenCount] = [3, 150, 6, 2];
+      const [gate, up, down] = [eighths(900, 1), eighths(900, 5), eighths(900, 9)];
+      const matrices = (id: number): Float64Array[] =>
+        [gate, up, down].map((all) => Float64Array.from(all, (v) => v + id / 4));
+      const parts = [0, 1, 2].map(matrices);
+      const weightOf = (matrixList: Float64Array[], shape: Shape): TestWeight => ({
+        matrices: matrixList,
+        weight: {
+          format: 'f32',
+          ...shape,
+          weight: f32Tensor(
+            device,
+            [shape.experts, shape.parts * shape.rows, shape.columns],
+            matrixList.flatMap((matrix) => [...matrix]),
+          ),
+        },
+      });
+      const layer: Layer = {
+        gateUp: weightOf(
+          parts.flatMap(([g, u]) => [g!, u!]),
+          { experts: count, parts: 2, rows: hidden, columns: width },
+        ),
+        down: weightOf(
+          parts.map(([, , d]) => d!),
+          { experts: count, parts: 1, rows: width, columns: hidden },
+        ),
+        limit: 3,
+      };
+      const input: Input = {
+        x: eighths(rowCount * width, 3),
+        ids: Uint32Array.from({ length: rowCount * 2 }, (_, index) => (index % 2 === 0 ? 0 : 1 + ((index >> 1) % 2))),
+        weights: Float32Array.from({ length: rowCount * 2 }, (_, index) => 0.25 * (1 + (index % 3))),
+        shared: eighths(rowCount * width, 11),
+        rowCount,
+        chosenCount,
+      };
+      const actual = await apply(device, layer, input, rounding);
+      let same = 0;
+      for (let row = 0; row < rowCount; row += 1) {
+        const x = input.x.subarray(row * width, (row + 1) * width);
+        const sum = [...input.shared.subarray(row * width, (row + 1) * width)];
+        for (let choice = 0; choice < chosenCount; choice += 1) {
+          const pair = row * chosenCount + choice;
+          const [g, u, d] = parts[input.ids[pair]!]!;
+          const dot = (matrix: Float64Array, n: number, vector: ArrayLike<number>): number =>
+            toBf16(Array.from(vector).reduce((total, value, k) => total + matrix[n * vector.length + k]! * value, 0));
+          let layerValues = Array.from({ length: hidden }, (_, n) =>
+            toBf16(clampedSwiglu(dot(g!, n, x), dot(u!, n, x), layer.limit) * input.weights[pair]!),
+          );
+          if (rounding === 'inputs') layerValues = throughBlocks(layerValues, 'e4m3', 128);
+          for (let dim = 0; dim < width; dim += 1) sum[dim]! += dot(d!, dim, layerValues);
+        }
+        const expected = sum.map(toBf16);
+        const own = actual.subarray(row * width, (row + 1) * width);
+        same += expected.filter((value, dim) => value === own[dim]).length;
+        // One hidden value on the other side of halfway moves an output by at most 2^-8 of 4 · 2 (e4m3: 2^-4).
+        assertClose(own, expected, { absolute: rounding === 'inputs' ? 1 : 0.1, relative: 2 ** -8 }, `row ${row}`);
+      }
+      assert.ok(same >= 0.9 * rowCount * width, `${same} of ${rowCount * width} outputs are the expected bf16`);
+    });
+  }
 }
 
 test('columns that do not fill the scale blocks of a format are refused', async () => {

@@ -1,8 +1,11 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { indexKeyWords, type IndexPrecision } from '../../kernels/index-keys.ts';
 import { hadamard, selectEntries } from '../../kernels/indexer.ts';
 import { Recorder } from '../../kernels/kernel.ts';
 import { hadamardTransform, indexScore, largestIndices } from '../reference/attention.ts';
+import { encodedKey, readBackKey } from '../reference/index-keys.ts';
+import { toBf16 } from '../reference/rounding.ts';
 import {
   assertClose,
   assertUntouched,
@@ -16,6 +19,7 @@ import {
   readF32,
   readU32,
   runOnDevice,
+  u32Tensor,
   type TestChunk,
 } from '../support/gpu.ts';
 
@@ -73,9 +77,10 @@ interface Sizes {
 async function checkSelection(
   sizes: Sizes,
   chunks: readonly TestChunk[],
-  options: { tied?: boolean } = {},
+  options: { tied?: boolean; precision?: IndexPrecision } = {},
 ): Promise<void> {
   const { heads, width, topk, ratio, entriesPerPage, blockRows } = sizes;
+  const { precision = 'f32' } = options;
   const lastPosition = Math.max(...chunks.map((chunk) => chunk.start + chunk.tokens.length - 1));
   const maxEntries = Math.floor((lastPosition + 1) / ratio);
   const pagesEach = Math.ceil((maxEntries + 1) / entriesPerPage);
@@ -89,14 +94,17 @@ async function checkSelection(
   const queries = random.f32(rowCount * heads * width, 1);
   const weights = random.f32(rowCount * heads, 1);
   if (options.tied) queries.fill(0);
-  const keys = random.f32(pagesEach * chunks.length * entriesPerPage * width, 1);
+  const keys = Array.from({ length: pagesEach * chunks.length * entriesPerPage }, () => random.f32(width, 1));
+  const words = indexKeyWords(width, precision);
+  const stored = keys.flatMap((key) => [...encodedKey(key, precision)]);
   const selected = guardedTensor(device, [rowCount + 2, topk], 'u32');
   const scores = guardedTensor(device, [blockRows, maxEntries + 5]);
   await runOnDevice(device, (recorder) => {
     selectEntries(recorder, {
       queries: f32Tensor(device, [rowCount, heads, width], queries),
       headWeights: f32Tensor(device, [rowCount, heads], weights),
-      keys: f32Tensor(device, [pagesEach * chunks.length, entriesPerPage, width], keys),
+      keys: u32Tensor(device, [pagesEach * chunks.length, entriesPerPage, words], stored),
+      precision,
       scores,
       selected,
       rows: step.rows,
@@ -121,9 +129,9 @@ async function checkSelection(
         queries.subarray((row * heads + head) * width, (row * heads + head + 1) * width),
       );
       const expected = Array.from({ length: count }, (_, entry) => {
-        const base =
-          (chunk.pages[Math.floor(entry / entriesPerPage)]! * entriesPerPage + (entry % entriesPerPage)) * width;
-        return indexScore(own, weights.subarray(row * heads, (row + 1) * heads), keys.subarray(base, base + width));
+        const page = chunk.pages[Math.floor(entry / entriesPerPage)]!;
+        const key = readBackKey(keys[page * entriesPerPage + (entry % entriesPerPage)]!, precision);
+        return indexScore(own, weights.subarray(row * heads, (row + 1) * heads), key);
       });
       const got = [...actual.subarray(row * topk, (row + 1) * topk)];
       const wanted = largestIndices(expected, topk);
@@ -179,6 +187,66 @@ test('topk 512 of 64 heads', async () => {
   await checkSelection(sizes, [{ start: 2090, tokens: tokens(2) }]);
 });
 
+for (const precision of ['bf16', 'fp8', 'fp4'] as const) {
+  for (const [heads, width] of [
+    [16, 64],
+    [3, 2],
+    [9, 128],
+  ] as const) {
+    test(`${heads} heads choose among keys of ${width} dimensions stored as ${precision}`, async () => {
+      const sizes = { heads, width, topk: 24, ratio: 4, entriesPerPage: 32, blockRows: 3 };
+      const chunks = [
+        { start: 255, tokens: tokens(2) },
+        { start: 401, tokens: tokens(3) },
+      ];
+      await checkSelection(sizes, chunks, { precision });
+    });
+  }
+}
+
+test('scores are rounded where the official runtime rounds them', async () => {
+  const [heads, width, count] = [5, 16, 9];
+  const step = makeStep(device, [{ start: 4 * count - 1, tokens: [0], pages: [0] }]);
+  const bf16 = (length: number): Float32Array => random.f32(length, 2).map(toBf16);
+  const [queries, weights] = [bf16(heads * width), bf16(heads)];
+  const keys = Array.from({ length: count }, () => bf16(width));
+  const scores = guardedTensor(device, [1, count + 1]);
+  await runOnDevice(device, (recorder) =>
+    selectEntries(recorder, {
+      ...step,
+      queries: f32Tensor(device, [1, heads, width], queries),
+      headWeights: f32Tensor(device, [1, heads], weights),
+      keys: u32Tensor(
+        device,
+        [1, count, width],
+        keys.flatMap((key) => [...encodedKey(key, 'f32')]),
+      ),
+      precision: 'f32',
+      rounding: true,
+      scores,
+      selected: guardedTensor(device, [1, 2], 'u32'),
+      ratio: 4,
+      lastPosition: 4 * count - 1,
+    }),
+  );
+  const expected = keys.map((key) => {
+    let total = 0;
+    for (let head = 0; head < heads; head += 1) {
+      let dot = 0;
+      for (let i = 0; i < width; i += 1) dot = Math.fround(dot + Math.fround(queries[head * width + i]! * key[i]!));
+      const weight = toBf16(Math.fround(weights[head]! * Math.fround(1 / Math.sqrt(width * heads))));
+      total = Math.fround(total + toBf16(Math.fround(weight * Math.max(0, toBf16(dot)))));
+    }
+    return toBf16(total);
+  });
+  // A dot product that f32 sums to the other side of a halfway point moves one term by 2^-8 of itself.
+  const actual = await readF32(device, scores);
+  assertClose(actual, expected, { absolute: 0.02 });
+  assert.ok(actual.subarray(0, count).every((score) => score === toBf16(score)));
+  const same = expected.filter((score, index) => score === actual[index]).length;
+  assert.ok(same >= count - 2, `${same} of ${count} scores are the expected bf16`);
+});
+
 test('equal scores go to the smaller index', async () => {
   const sizes = { heads: 4, width: 8, topk: 10, ratio: 4, entriesPerPage: 4, blockRows: 8 };
   await checkSelection(sizes, [{ start: 100, tokens: tokens(3) }], { tied: true });
@@ -190,7 +258,8 @@ test('more entries than the scratch holds are refused', () => {
     selectEntries(new Recorder(device), {
       queries: f32Tensor(device, [1, 2, 8]),
       headWeights: f32Tensor(device, [1, 2]),
-      keys: f32Tensor(device, [30, 4, 8]),
+      keys: u32Tensor(device, [30, 4, 8]),
+      precision: 'f32',
       scores: f32Tensor(device, [1, 20]),
       selected: guardedTensor(device, [1, 4], 'u32'),
       rows: step.rows,

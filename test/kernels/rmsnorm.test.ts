@@ -1,6 +1,8 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { Recorder } from '../../kernels/kernel.ts';
 import { rmsnorm } from '../../kernels/rmsnorm.ts';
+import { toBf16 } from '../reference/rounding.ts';
 import {
   assertClose,
   assertSameBits,
@@ -70,6 +72,28 @@ test('eps keeps a vector of zeros at zero and bounds a tiny one', async () => {
   const result = await readF32(device, out);
   assert.deepEqual([...result.slice(0, 4)], [0, 0, 0, 0]);
   assertClose(result.slice(4, 8), [1e-6, 1e-6, 1e-6, 1e-6], { relative: 1e-5 });
+});
+
+test('a plain norm is computed in bf16 on request, and a weighted one is not', async () => {
+  // Multiples of 1/8 below 16: their squares, rounded or not, are summed exactly.
+  const x = Float32Array.from({ length: 48 }, (_, index) => ((index * 37) % 125) / 8);
+  const out = guardedTensorFrom(device, [2, 2, 24], x);
+  const { step } = makePlainStep(device, 1);
+  const call = { x: out, out, step, eps, rowCount: 1, inBf16: true };
+  await runOnDevice(device, (recorder) => rmsnorm(recorder, call));
+  const factors = [x.subarray(0, 24), x.subarray(24)].map((vector) => {
+    const mean = toBf16(Math.fround(vector.reduce((sum, value) => sum + toBf16(value * value), 0) / 24));
+    return toBf16(1 / Math.sqrt(toBf16(mean + eps)));
+  });
+  const result = await readF32(device, out);
+  assert.deepEqual(
+    [...result.subarray(0, 48)],
+    [...x].map((value, index) => toBf16(Math.fround(value * factors[Math.floor(index / 24)]!))),
+  );
+  assert.notDeepEqual(result.subarray(0, 48), expected(x, 24).map(toBf16), 'rounding the result alone is not enough');
+  assertUntouched(result, 48);
+  const weight = f32Tensor(device, [24]);
+  assert.throws(() => rmsnorm(new Recorder(device), { ...call, weight }), /in f32/);
 });
 
 test('a row has the same bits alone and in a step of five', async () => {
