@@ -5,6 +5,7 @@
 import { attentionDecode } from '../kernels/attention-decode.ts';
 import { attentionPrefill } from '../kernels/attention-prefill.ts';
 import { compress } from '../kernels/compress.ts';
+import { packKeys } from '../kernels/index-keys.ts';
 import { hadamard, selectEntries } from '../kernels/indexer.ts';
 import type { Recorder } from '../kernels/kernel.ts';
 import { linear, type LinearWeight } from '../kernels/linear.ts';
@@ -14,6 +15,14 @@ import type { Tensor } from '../kernels/tensor.ts';
 import { appendWindow } from '../kernels/window.ts';
 import type { ModelConfig } from './config.ts';
 import type { LayerCache, TailTensors } from './kv-cache.ts';
+import {
+  blockInput,
+  recordIndexRounding,
+  recordKeyRounding,
+  recordLinear,
+  recordRounding,
+  roundsActivations,
+} from './rounding.ts';
 import type { AttentionWeights, CompressorWeights, IndexerWeights } from './weights.ts';
 import type { CompressorWorkspace, IndexerWorkspace, RopeTable, Workspace } from './workspace.ts';
 
@@ -47,22 +56,30 @@ export function recordAttention(
   const { recorder, config, workspace, shape } = context;
   const { ratio, weights, cache } = layer;
   const { rowCount, lastPosition } = shape;
-  const { steps, normed, blockOut } = workspace;
+  const { steps, blockOut } = workspace;
   const { step, rows, sequences, pageTable } = steps;
   const { queryRank, queries, keyValue, heads, outputRank, scratch } = workspace.attention;
   const table = ratio > 0 ? workspace.ropeCompressed : workspace.ropeMain;
   const rowwise = { step, rowCount };
   const eps = config.normEps;
 
-  linear(recorder, { x: normed, weight: weights.queryDown, out: queryRank, ...rowwise });
-  rmsnorm(recorder, { x: queryRank, weight: weights.queryNorm, out: queryRank, eps, ...rowwise });
-  linear(recorder, { x: queryRank, weight: weights.queryUp, out: queries, ...rowwise });
-  rmsnorm(recorder, { x: queries, out: queries, eps, ...rowwise });
-  rope(recorder, { x: queries, rows, ...table, inverse: false, ...rowwise });
+  const fromBlock = (weight: LinearWeight, out: Tensor): void =>
+    recordLinear(context, { x: blockInput(context, weight.format), weight, out, inputs: 'as they are', ...rowwise });
 
-  linear(recorder, { x: normed, weight: weights.keyValue, out: keyValue, ...rowwise });
+  fromBlock(weights.queryDown, queryRank);
+  rmsnorm(recorder, { x: queryRank, weight: weights.queryNorm, out: queryRank, eps, ...rowwise });
+  recordRounding(context, queryRank, rowwise);
+  recordLinear(context, { x: queryRank, weight: weights.queryUp, out: queries, inputs: 'rounded', ...rowwise });
+  rmsnorm(recorder, { x: queries, out: queries, eps, inBf16: roundsActivations(config), ...rowwise });
+  rope(recorder, { x: queries, rows, ...table, inverse: false, ...rowwise });
+  recordRounding(context, queries, rowwise);
+
+  fromBlock(weights.keyValue, keyValue);
   rmsnorm(recorder, { x: keyValue, weight: weights.keyValueNorm, out: keyValue, eps, ...rowwise });
+  recordRounding(context, keyValue, rowwise);
   rope(recorder, { x: keyValue, rows, ...table, inverse: false, ...rowwise });
+  recordRounding(context, keyValue, rowwise);
+  recordKeyRounding(context, keyValue, rowwise);
 
   if (weights.compressor) {
     recordCompressor(context, {
@@ -105,12 +122,16 @@ export function recordAttention(
     scratch,
     rowCount,
     lastPosition,
+    roundNumerators: roundsActivations(config),
   });
   appendWindow(recorder, { kv: keyValue, ring: cache.window, rows, sequences, step, rowCount });
 
+  recordRounding(context, heads, rowwise);
   rope(recorder, { x: heads, rows, ...table, inverse: true, ...rowwise });
-  linear(recorder, { x: heads, weight: weights.outputDown, out: outputRank, groups: config.outputGroups, ...rowwise });
-  linear(recorder, { x: outputRank, weight: weights.outputUp, out: blockOut, ...rowwise });
+  recordRounding(context, heads, rowwise);
+  const down = { x: heads, weight: weights.outputDown, out: outputRank, groups: config.outputGroups };
+  recordLinear(context, { ...down, inputs: 'as they are', ...rowwise });
+  recordLinear(context, { x: outputRank, weight: weights.outputUp, out: blockOut, inputs: 'rounded', ...rowwise });
 }
 
 function recordCompressor(
@@ -148,6 +169,7 @@ function recordCompressor(
     ratio,
     eps: config.normEps,
     hadamard: args.hadamard,
+    rounding: roundsActivations(config),
     rowCount,
   });
 }
@@ -166,20 +188,31 @@ function recordIndexer(
     weights: weights.compressor,
     projections: buffers.compressor,
     tail: cache.indexTail!,
-    entries: cache.indexKeys!,
+    entries: buffers.keys,
     hadamard: true,
   });
+  const precision = config.indexPrecision;
+  const keys = cache.indexKeys!;
+  packKeys(recorder, { staged: buffers.keys, keys, precision, rows, pageTable, step, ratio, rowCount });
   const visible = Math.floor((lastPosition + 1) / ratio);
   if (visible <= config.indexTopK) return;
   const { queries, headWeights, scores, selected } = buffers;
-  linear(recorder, { x: workspace.attention.queryRank, weight: weights.query, out: queries, step, rowCount });
-  rope(recorder, { x: queries, rows, ...table, inverse: false, step, rowCount });
-  hadamard(recorder, { queries, step, rowCount });
-  linear(recorder, { x: workspace.normed, weight: weights.headWeights, out: headWeights, step, rowCount });
+  const rowwise = { step, rowCount };
+  const { queryRank } = workspace.attention;
+  recordLinear(context, { x: queryRank, weight: weights.query, out: queries, inputs: 'rounded', ...rowwise });
+  rope(recorder, { x: queries, rows, ...table, inverse: false, ...rowwise });
+  recordRounding(context, queries, rowwise);
+  hadamard(recorder, { queries, ...rowwise });
+  recordRounding(context, queries, rowwise);
+  recordIndexRounding(context, queries, rowwise);
+  const weigh = { x: workspace.normed, weight: weights.headWeights, out: headWeights };
+  recordLinear(context, { ...weigh, inputs: 'as they are', ...rowwise });
   selectEntries(recorder, {
     queries,
     headWeights,
-    keys: cache.indexKeys!,
+    keys,
+    precision,
+    rounding: roundsActivations(config),
     scores,
     selected,
     rows,

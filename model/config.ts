@@ -7,6 +7,7 @@
  */
 import { readFileSync } from 'node:fs';
 import { join } from 'node:path';
+import type { IndexPrecision } from '../kernels/index-keys.ts';
 
 /** One decoder layer: how it compresses its past and how it picks experts. */
 export interface LayerConfig {
@@ -22,6 +23,21 @@ export interface YarnConfig {
   readonly originalMaxPositions: number;
   readonly betaFast: number;
   readonly betaSlow: number;
+}
+
+/**
+ * What the forward pass rounds. `hp`, high precision: nothing, as transformers computes in f32. `q`: activations, keys and
+ * index vectors as the official runtime does (appendix A of the model description, but rule 1). `q-inputs`: also the
+ * inputs of FP8 and FP4 linears (rule 1), which is all of it.
+ */
+export type NumericMode = 'hp' | 'q' | 'q-inputs';
+
+/** What a deployment chooses; the rest of `ModelConfig` is the checkpoint's. */
+export interface ConfigChoices {
+  /** Tokens of one KV page; the smallest that the model allows when left out. */
+  readonly pageTokens?: number;
+  readonly mode?: NumericMode;
+  readonly indexPrecision?: IndexPrecision;
 }
 
 /** Everything the forward pass needs to know. Counts are positive integers. */
@@ -65,6 +81,9 @@ export interface ModelConfig {
   readonly eosTokenId: number;
   /** Tokens of one KV page: a multiple of every ratio. */
   readonly pageTokens: number;
+  readonly mode: NumericMode;
+  /** How index keys are stored in KV pages. */
+  readonly indexPrecision: IndexPrecision;
 }
 
 /** A config that cannot be used; the message starts with the field at fault. */
@@ -81,6 +100,9 @@ export class ConfigError extends Error {
 /** The ratio whose layers pool overlapping blocks and choose entries with an indexer. */
 export const OVERLAP_RATIO = 4;
 
+/** How index keys are stored unless a deployment says otherwise; docs/recall.md has the numbers. */
+export const DEFAULT_INDEX_PRECISION: IndexPrecision = 'f32';
+
 const PAGE_TOKENS = 128;
 // A ratio that needs larger pages than this is a mistake.
 const MAX_PAGE_TOKENS = 4096;
@@ -88,11 +110,9 @@ const MAX_PAGE_TOKENS = 4096;
 /**
  * Read `config.json` of a checkpoint directory.
  *
- * pageTokens  tokens of one KV page; the smallest that the model allows when left out
- *
  * @throws ConfigError naming the field, or when `pageTokens` is not a multiple of what the model allows.
  */
-export function loadModelConfig(directory: string, { pageTokens }: { pageTokens?: number } = {}): ModelConfig {
+export function loadModelConfig(directory: string, choices: ConfigChoices = {}): ModelConfig {
   const path = join(directory, 'config.json');
   let text: string;
   try {
@@ -106,7 +126,8 @@ export function loadModelConfig(directory: string, { pageTokens }: { pageTokens?
   } catch (cause) {
     throw new ConfigError('(file)', `is not JSON: ${(cause as Error).message}`);
   }
-  const config = parseModelConfig(json);
+  const { pageTokens, mode = 'hp', indexPrecision = DEFAULT_INDEX_PRECISION } = choices;
+  const config = { ...parseModelConfig(json), mode, indexPrecision };
   if (pageTokens === undefined || pageTokens === config.pageTokens) return config;
   if (pageTokens <= 0 || pageTokens % config.pageTokens !== 0) {
     const problem = `KV pages must be a multiple of ${config.pageTokens} tokens, ${pageTokens} are asked for`;
@@ -156,6 +177,8 @@ export function parseModelConfig(json: unknown): ModelConfig {
     bosTokenId: readTokenId(root, 'bos_token_id', 0),
     eosTokenId: readTokenId(root, 'eos_token_id', 1),
     pageTokens: pageTokensFor(ratios),
+    mode: 'hp',
+    indexPrecision: DEFAULT_INDEX_PRECISION,
   };
   checkShapes(config);
   return config;

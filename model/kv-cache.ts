@@ -3,8 +3,8 @@
  *
  * A page holds the entries of `pageTokens` tokens, of every compressed layer; pages grow with the sequence and are lent
  * by the scheduler. A slot has a fixed size and holds, per layer, the sliding window and the compressors' tails (the raw
- * rows of the unfinished block and, where blocks overlap, of the one before). Everything is f32, one buffer a layer and
- * kind. A page leaves the device as one run of bytes, and so does a slot:
+ * rows of the unfinished block and, where blocks overlap, of the one before). Everything is f32 but index keys, whose
+ * precision is chosen; one buffer a layer and kind. A page leaves the device as one run of bytes, and so does a slot:
  *
  *     page | layer 1 entries | layer 1 index keys | layer 2 entries | …        (layers without entries have no part)
  *     slot | layer 0 window | layer 1 window | tail keys | tail gates | index tail keys | index tail gates | …
@@ -12,9 +12,10 @@
  * Nothing needs clearing when a page or a slot changes hands: what is valid follows from positions alone.
  */
 import type { Device } from '../kernels/device.ts';
+import { indexKeyWords, type IndexPrecision } from '../kernels/index-keys.ts';
 import { Recorder } from '../kernels/kernel.ts';
 import { allocateTensor, destroyTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
-import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
+import { OVERLAP_RATIO, type ModelConfig, type NumericMode } from './config.ts';
 import { ReadbackPool } from './readback.ts';
 
 /** Raw rows of one compressor that later entries still need. Row of token t at t mod ring. */
@@ -32,7 +33,7 @@ export interface LayerCache {
   /** f32 [pages, pageTokens / ratio, d], and the tail it is made from; null in sliding layers. */
   readonly entries: Tensor | null;
   readonly tail: TailTensors | null;
-  /** f32 [pages, pageTokens / ratio, index d], and its tail; ratio-4 layers only. */
+  /** u32 [pages, pageTokens / ratio, indexKeyWords], and its tail; ratio-4 layers only. */
   readonly indexKeys: Tensor | null;
   readonly indexTail: TailTensors | null;
 }
@@ -41,6 +42,9 @@ export interface LayerCache {
 export interface CacheLayout {
   readonly version: number;
   readonly dtype: 'f32';
+  /** What was rounded before it was stored: a cache of one mode says nothing to a model in another. */
+  readonly mode: NumericMode;
+  readonly indexPrecision: IndexPrecision;
   readonly pageTokens: number;
   readonly windowTokens: number;
   readonly headDim: number;
@@ -72,7 +76,7 @@ export interface KvCache {
   destroy(): void;
 }
 
-const LAYOUT_VERSION = 1;
+const LAYOUT_VERSION = 2;
 const WORD_BYTES = 4;
 
 /** Rows that a compressor of this ratio must keep: the unfinished block, and the one before it where blocks overlap. */
@@ -82,24 +86,25 @@ export function tailRows(ratio: number): number {
 
 /** Pages that a cache may have at most on this device: each layer's share of all pages is bound as one. */
 export function maxPagesOf(device: Device, config: ModelConfig): number {
-  const { headDim, indexHeadDim, pageTokens } = config;
+  const { headDim, pageTokens } = config;
+  const indexWords = indexKeyWords(config.indexHeadDim, config.indexPrecision);
   const shares = config.layers.map(({ ratio }) =>
-    ratio === 0 ? 0 : (pageTokens / ratio) * (ratio === OVERLAP_RATIO ? Math.max(headDim, indexHeadDim) : headDim),
+    ratio === 0 ? 0 : (pageTokens / ratio) * (ratio === OVERLAP_RATIO ? Math.max(headDim, indexWords) : headDim),
   );
   const { maxBufferSize, maxStorageBufferBindingSize } = device.limits;
-  const largestBytes = Math.max(...shares) * Float32Array.BYTES_PER_ELEMENT;
+  const largestBytes = Math.max(...shares) * WORD_BYTES;
   return Math.floor(Math.min(maxBufferSize, maxStorageBufferBindingSize) / Math.max(1, largestBytes));
 }
 
 /** Bytes of one page of a cache for this model, all layers. */
 export function pageBytesOf(config: ModelConfig): number {
-  const { headDim, indexHeadDim, pageTokens } = config;
-  let elements = 0;
+  const { headDim, indexHeadDim, indexPrecision, pageTokens } = config;
+  let words = 0;
   for (const { ratio } of config.layers) {
-    if (ratio > 0) elements += (pageTokens / ratio) * headDim;
-    if (ratio === OVERLAP_RATIO) elements += (pageTokens / ratio) * indexHeadDim;
+    if (ratio > 0) words += (pageTokens / ratio) * headDim;
+    if (ratio === OVERLAP_RATIO) words += (pageTokens / ratio) * indexKeyWords(indexHeadDim, indexPrecision);
   }
-  return elements * Float32Array.BYTES_PER_ELEMENT;
+  return words * WORD_BYTES;
 }
 
 /**
@@ -137,6 +142,8 @@ export function createKvCache(
     layout: {
       version: LAYOUT_VERSION,
       dtype: 'f32',
+      mode: config.mode,
+      indexPrecision: config.indexPrecision,
       pageTokens: config.pageTokens,
       windowTokens: config.windowTokens,
       headDim: config.headDim,
@@ -199,19 +206,20 @@ function allocateLayer(
   size: { pageCount: number; slotCount: number },
 ): LayerCache {
   const { ratio } = config.layers[index]!;
-  const { headDim, indexHeadDim, pageTokens, windowTokens } = config;
-  const allocate = (name: string, shape: readonly number[]): Tensor =>
-    allocateTensor(device, { shape, dtype: 'f32', label: `cache layer ${index} ${name}` });
+  const { headDim, indexHeadDim, indexPrecision, pageTokens, windowTokens } = config;
+  const allocate = (name: string, shape: readonly number[], dtype: 'f32' | 'u32' = 'f32'): Tensor =>
+    allocateTensor(device, { shape, dtype, label: `cache layer ${index} ${name}` });
   const tail = (name: string, dim: number): TailTensors => {
     const shape = [size.slotCount, tailRows(ratio), ratio === OVERLAP_RATIO ? 2 * dim : dim];
     return { key: allocate(`${name} keys`, shape), gate: allocate(`${name} gates`, shape) };
   };
   const indexed = ratio === OVERLAP_RATIO;
+  const indexKeyShape = [size.pageCount, pageTokens / ratio, indexKeyWords(indexHeadDim, indexPrecision)];
   return {
     window: allocate('window', [size.slotCount, windowTokens, headDim]),
     entries: ratio > 0 ? allocate('entries', [size.pageCount, pageTokens / ratio, headDim]) : null,
     tail: ratio > 0 ? tail('tail', headDim) : null,
-    indexKeys: indexed ? allocate('index keys', [size.pageCount, pageTokens / ratio, indexHeadDim]) : null,
+    indexKeys: indexed ? allocate('index keys', indexKeyShape, 'u32') : null,
     indexTail: indexed ? tail('index tail', indexHeadDim) : null,
   };
 }

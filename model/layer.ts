@@ -10,6 +10,7 @@ import { recordAttention, type BlockContext } from './attention.ts';
 import type { ModelConfig } from './config.ts';
 import type { LayerCache } from './kv-cache.ts';
 import { recordMoe } from './moe.ts';
+import { recordBlockInput, recordRounding } from './rounding.ts';
 import type { HyperWeights, LayerWeights } from './weights.ts';
 
 /** Record one layer: attention, then experts, on `workspace.streams` in place. */
@@ -43,9 +44,14 @@ function recordBlock(context: BlockContext, around: { mix: HyperWeights; norm: T
     step,
     rowCount,
   });
-  rmsnorm(recorder, { x: hidden, weight: around.norm, out: normed, eps: config.normEps, step, rowCount });
+  const rows = { step, rowCount };
+  recordRounding(context, hidden, rows);
+  rmsnorm(recorder, { x: hidden, weight: around.norm, out: normed, eps: config.normEps, ...rows });
+  recordRounding(context, normed, rows);
+  recordBlockInput(context, rows);
   block();
   hyperPost(recorder, { streams, y: blockOut, post, comb, step, rowCount });
+  recordRounding(context, streams, rows);
 }
 
 /** Record the logits of the step's sampled rows into `workspace.logits`, in the order of `sampled`. */
@@ -71,7 +77,9 @@ export function recordHead(
     sampledCount,
   });
   const samplewise = { step, rowCount: sampledCount, countFrom: 'sampled' } as const;
+  recordRounding(context, headHidden, samplewise);
   rmsnorm(recorder, { x: headHidden, weight: norm, out: headNormed, eps: config.normEps, ...samplewise });
+  recordRounding(context, headNormed, samplewise);
   linear(recorder, { x: headNormed, weight: head, out: logits, ...samplewise });
 }
 

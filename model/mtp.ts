@@ -6,12 +6,13 @@
 import type { Device } from '../kernels/device.ts';
 import { embed } from '../kernels/embed.ts';
 import { hyperPost } from '../kernels/hyper-connection.ts';
-import { linear, type LinearWeight } from '../kernels/linear.ts';
+import type { LinearWeight } from '../kernels/linear.ts';
 import { rmsnorm } from '../kernels/rmsnorm.ts';
 import { allocateTensor, reshapeTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext } from './attention.ts';
 import type { ModelConfig } from './config.ts';
 import type { LayerCache } from './kv-cache.ts';
+import { recordLinear, recordRounding } from './rounding.ts';
 import type { MtpWeights } from './weights.ts';
 import type { ModelLimits } from './workspace.ts';
 
@@ -69,20 +70,26 @@ export function recordMtpInput(
   const { rowCount } = shape;
   const eps = config.normEps;
   embed(recorder, { rows, table: embedding, out: hidden, step, rowCount });
+  recordRounding(context, hidden, { step, rowCount });
   rmsnorm(recorder, { x: hidden, weight: weights.embeddingNorm, out: normed, eps, step, rowCount });
-  linear(recorder, { x: normed, weight: weights.embeddingProjection, out: blockOut, step, rowCount });
+  recordRounding(context, normed, { step, rowCount });
+  const project = { x: normed, weight: weights.embeddingProjection, out: blockOut };
+  recordLinear(context, { ...project, inputs: 'rounded', step, rowCount });
 
   const streamRows = rowCount * config.streams;
   const asRows = (tensor: Tensor): Tensor =>
     reshapeTensor(tensor, [tensor.shape[0]! * config.streams, config.hiddenSize]);
   uploadTensor(recorder.device, buffers.streamStep, Uint32Array.of(streamRows, 0, 0, 0));
   rmsnorm(recorder, { x: streams, weight: weights.streamNorm, out: buffers.normed, eps, step, rowCount });
-  linear(recorder, {
+  recordRounding(context, buffers.normed, { step, rowCount });
+  recordLinear(context, {
     x: asRows(buffers.normed),
     weight: weights.streamProjection,
     out: asRows(streams),
+    inputs: 'rounded',
     step: buffers.streamStep,
     rowCount: streamRows,
   });
   hyperPost(recorder, { streams, y: blockOut, post: buffers.post, comb: buffers.comb, step, rowCount });
+  recordRounding(context, streams, { step, rowCount });
 }

@@ -12,11 +12,12 @@ import { Recorder } from '../kernels/kernel.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext, StepShape } from './attention.ts';
-import { loadModelConfig, OVERLAP_RATIO, type ModelConfig } from './config.ts';
+import { loadModelConfig, OVERLAP_RATIO, type ConfigChoices, type ModelConfig } from './config.ts';
 import { createKvCache, type KvCache, type LayerCache } from './kv-cache.ts';
 import { recordHead, recordLayer } from './layer.ts';
 import { allocateMtpWorkspace, recordMtpInput, type MtpWorkspace } from './mtp.ts';
 import { ReadbackPool } from './readback.ts';
+import { recordRounding } from './rounding.ts';
 import { openCheckpoint, type TensorSource } from './safetensors.ts';
 import { loadWeights, type ModelWeights } from './weights.ts';
 import { allocateWorkspace, modelLimits, writeRopeTables, type ModelLimits, type Workspace } from './workspace.ts';
@@ -41,15 +42,13 @@ export interface ModelProgress {
   readonly note?: string;
 }
 
-export interface ModelOptions {
+export interface ModelOptions extends ConfigChoices {
   /** Most rows of one step. */
   readonly maxRows: number;
   /** Most sequences of one step. */
   readonly maxSequences: number;
   /** Longest sequence; the config's own limit if that is smaller. */
   readonly maxPositions: number;
-  /** Tokens of one KV page, as for `loadModelConfig`. */
-  readonly pageTokens?: number;
   /** Load the draft block too. */
   readonly mtp?: boolean;
   readonly onProgress?: (progress: ModelProgress) => void;
@@ -83,8 +82,7 @@ export interface ForwardBatch {
 
 /** Read a checkpoint directory and make the model ready: weights loaded, every pipeline compiled and run once. */
 export async function loadModel(device: Device, directory: string, options: ModelOptions): Promise<Model> {
-  const { pageTokens } = options;
-  const config = loadModelConfig(directory, pageTokens === undefined ? {} : { pageTokens });
+  const config = loadModelConfig(directory, options);
   const source = await openCheckpoint(directory);
   try {
     return await createModel(device, config, source, options);
@@ -239,6 +237,7 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
   const { rows, step } = workspace.steps;
   const { rowCount } = shape;
   embed(recorder, { rows, table: model.weights.embedding, out: workspace.streams, step, rowCount });
+  recordRounding(context, workspace.streams, { step, rowCount });
   for (const [index, { ratio }] of config.layers.entries()) {
     recordLayer(context, { ratio, weights: model.weights.layers[index]!, cache: cache.layers[index]! });
   }

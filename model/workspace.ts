@@ -57,6 +57,8 @@ export interface IndexerWorkspace {
   /** u32 [maxRows, topK]. */
   readonly selected: Tensor;
   readonly compressor: CompressorWorkspace;
+  /** f32 [maxRows, index d]: keys that the step completes, before they are packed. */
+  readonly keys: Tensor;
 }
 
 export interface AttentionWorkspace {
@@ -96,6 +98,8 @@ export interface Workspace {
   readonly hidden: Tensor;
   readonly normed: Tensor;
   readonly blockOut: Tensor;
+  /** `normed` rounded to e4m3, for the mode that rounds the inputs of linears; else null. */
+  readonly roundedNormed: Tensor | null;
   readonly attention: AttentionWorkspace;
   readonly moe: MoeWorkspace;
   readonly headMix: Tensor;
@@ -158,6 +162,7 @@ export function allocateWorkspace(device: Device, config: ModelConfig, limits: M
     hidden: allocate('hidden', [maxRows, hiddenSize]),
     normed: allocate('normed', [maxRows, hiddenSize]),
     blockOut: allocate('block out', [maxRows, hiddenSize]),
+    roundedNormed: config.mode === 'q-inputs' ? allocate('rounded normed', [maxRows, hiddenSize]) : null,
     attention: allocateAttention(device, config, limits, allocate),
     moe: allocateMoe(device, config, limits, allocate),
     headMix: allocate('head mix', [maxRows, streams]),
@@ -199,6 +204,7 @@ function allocateAttention(
           scores: allocate('index scores', [rowsThatFit(4 * maxEntries), maxEntries]),
           selected: allocate('selected entries', [maxRows, indexTopK], 'u32'),
           compressor: compressor(OVERLAP_RATIO, indexHeadDim, 'index compressor'),
+          keys: allocate('index keys', [maxRows, indexHeadDim]),
         }
       : null,
     heads: allocate('head outputs', [maxRows, heads, headDim]),

@@ -13,6 +13,7 @@ import { existsSync, readFileSync } from 'node:fs';
 import { basename, resolve } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
+import type { ModelConfig, NumericMode } from '../model/config.ts';
 
 export type Command =
   | 'all'
@@ -72,6 +73,13 @@ interface Common {
   readonly model: string;
 }
 
+/** How a checkpoint is computed; equal on all workers, which refuse each other otherwise. */
+export type Numerics = Pick<ModelConfig, 'mode' | 'indexPrecision'>;
+
+interface Computing {
+  readonly numerics: Numerics;
+}
+
 interface Listening {
   /** Where this process serves HTTP. */
   readonly host: string;
@@ -106,7 +114,7 @@ export interface RouterConfig extends Common, Listening {
   readonly deadlines: Deadlines;
 }
 
-export interface WorkerConfig extends Common, Listening {
+export interface WorkerConfig extends Common, Computing, Listening {
   readonly command: WorkerRole;
   /** Address this worker binds for the router, tcp://HOST:PORT; port 0: any free port. */
   readonly control: string;
@@ -124,7 +132,7 @@ export interface WorkerConfig extends Common, Listening {
   readonly deadlines: Deadlines;
 }
 
-export interface LogitsConfig extends Common {
+export interface LogitsConfig extends Common, Computing {
   readonly command: 'logits';
   readonly adapter: string | null;
   /** Absolute path of a JSON file: an array of token ids, or an object with `ids`. */
@@ -137,7 +145,7 @@ export interface LogitsConfig extends Common {
   readonly chunk: number | null;
 }
 
-export interface GenerateConfig extends Common {
+export interface GenerateConfig extends Common, Computing {
   readonly command: 'generate';
   readonly adapter: string | null;
   /** Exactly one of `ids` (absolute path of a JSON file) and `chat` (text of one user message) is set. */
@@ -151,7 +159,7 @@ export interface GenerateConfig extends Common {
   readonly printIds: boolean;
 }
 
-export interface InspectConfig {
+export interface InspectConfig extends Computing {
   readonly command: 'inspect';
   /** Absolute path of a directory with config.json. */
   readonly model: string;
@@ -220,6 +228,9 @@ export class ConfigError extends Error {
 }
 
 const LOG_LEVELS = ['fatal', 'error', 'warn', 'info', 'debug', 'trace', 'silent'] as const;
+
+const MODES = ['hp', 'q', 'q-inputs'] as const satisfies readonly NumericMode[];
+const INDEX_PRECISIONS = ['f32', 'bf16', 'fp8', 'fp4'] as const satisfies readonly Numerics['indexPrecision'][];
 
 const ROLES = ['all', 'router', 'prefill', 'decode'] as const;
 const WORKERS = ['prefill', 'decode'] as const;
@@ -441,6 +452,22 @@ export const OPTIONS = {
     default: 128,
     help: "tokens of one KV page, a multiple of 128 and of the model's compression ratios; equal on all workers",
     commands: PLANNERS,
+  },
+  mode: {
+    kind: 'text',
+    value: 'MODE',
+    choices: MODES,
+    default: 'hp',
+    help: 'what is rounded: hp nothing, q activations, KV and index as the official runtime does, q-inputs also the inputs of FP8 and FP4 linears; equal on all workers',
+    commands: [...ENGINES, 'inspect'],
+  },
+  indexPrecision: {
+    kind: 'text',
+    value: 'FORMAT',
+    choices: INDEX_PRECISIONS,
+    default: 'f32',
+    help: 'how keys of the lightning indexer are stored in KV pages: f32, bf16, fp8 or fp4; equal on all workers',
+    commands: [...ENGINES, 'inspect'],
   },
   kvPages: {
     kind: 'integer',
@@ -1182,6 +1209,10 @@ function overlappingPorts(settings: Settings): string[] {
 function buildConfig(command: Command, settings: Settings, given: Given): Exclude<Config, HelpConfig> {
   const common = { logLevel: settings.logLevel as LogLevel, model: settings.model! };
   const listening = { host: settings.host, port: settings.port };
+  const numerics = {
+    mode: settings.mode as NumericMode,
+    indexPrecision: settings.indexPrecision as Numerics['indexPrecision'],
+  };
   const deadlines: Deadlines = {
     heartbeatMs: settings.heartbeat,
     leaseMs: settings.lease,
@@ -1236,6 +1267,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
       return {
         command,
         ...common,
+        numerics,
         ...listening,
         control: settings.control,
         transfer: settings.transfer,
@@ -1250,6 +1282,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
       return {
         command,
         ...common,
+        numerics,
         adapter: settings.adapter,
         ids: settings.ids!,
         positions: settings.positions,
@@ -1260,6 +1293,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
       return {
         command,
         ...common,
+        numerics,
         adapter: settings.adapter,
         ids: given.ids === undefined ? null : settings.ids,
         chat: settings.chat,
@@ -1275,6 +1309,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         model: common.model,
         json: settings.json,
         memoryBytes: settings.memory,
+        numerics,
         pageTokens: settings.pageTokens,
         prefillChunkTokens: settings.prefillChunkTokens,
         maxRunningRequests: settings.maxRunningRequests,

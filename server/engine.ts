@@ -5,7 +5,7 @@
  * `model/` runs it and knows no batch.
  */
 import { openDevice, type Device } from '../kernels/device.ts';
-import { loadModelConfig, type ModelConfig } from '../model/config.ts';
+import { loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
 import { createKvCache, maxPagesOf, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import { forward, loadModel, type Model } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
@@ -21,8 +21,8 @@ export interface EngineOptions {
   readonly maxSequences: number;
   /** Positions a sequence may reach; what the checkpoint says when left out. */
   readonly contextTokens?: number;
-  /** Tokens of one page; the model's own when left out. */
-  readonly pageTokens?: number;
+  /** Tokens of one page, what is rounded, how index keys are stored; the model's own where left out. */
+  readonly choices?: ConfigChoices;
   /** Pages of the cache, decided once the size of a page is known, and how many the adapter binds. */
   readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number; maxPages: number }) => number;
   readonly slotCount: number;
@@ -70,8 +70,7 @@ export interface Engine {
  */
 export async function openEngine(options: EngineOptions): Promise<Engine> {
   // Read before the adapter is opened: a wrong directory should fail in milliseconds.
-  const pages = options.pageTokens === undefined ? {} : { pageTokens: options.pageTokens };
-  const config = loadModelConfig(options.modelDir, pages);
+  const config = loadModelConfig(options.modelDir, options.choices);
   const contextTokens = options.contextTokens ?? config.maxPositions;
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
@@ -84,7 +83,7 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,
       maxPositions: contextTokens,
-      ...pages,
+      ...options.choices,
       ...(options.onProgress ? { onProgress: options.onProgress } : {}),
     });
     const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount });

@@ -5,7 +5,13 @@
  * a device that only counts. No tensor is read, so 200 GB take seconds, and files may end after their headers.
  */
 import { countingDevice } from '../kernels/device.ts';
-import { ConfigError as ModelConfigError, loadModelConfig, OVERLAP_RATIO, type ModelConfig } from '../model/config.ts';
+import {
+  ConfigError as ModelConfigError,
+  loadModelConfig,
+  OVERLAP_RATIO,
+  type ConfigChoices,
+  type ModelConfig,
+} from '../model/config.ts';
 import { createKvCache } from '../model/kv-cache.ts';
 import { CheckpointError, openCheckpoint, type TensorSource } from '../model/safetensors.ts';
 import { officialName, surveyWeights, type WeightSummary } from '../model/weights.ts';
@@ -44,7 +50,7 @@ export interface Inspection {
     /** What the headers promise and the files do not have. */
     readonly missingBytes: number;
   };
-  readonly architecture: Omit<ModelConfig, 'pageTokens'>;
+  readonly architecture: Omit<ModelConfig, keyof ConfigChoices>;
   readonly formats: readonly FormatSummary[];
   /** Parameters of the model without its draft block; `active` are those that one token uses. */
   readonly parameters: { readonly total: number; readonly active: number };
@@ -61,6 +67,7 @@ export interface Inspection {
   };
   readonly kv: {
     readonly dtype: string;
+    readonly indexPrecision: string;
     readonly bytesPerToken: number;
     readonly pageTokens: number;
     readonly pageBytes: number;
@@ -94,10 +101,10 @@ export async function runInspect(config: InspectConfig): Promise<number> {
  */
 export async function inspectCheckpoint(config: InspectConfig): Promise<Inspection> {
   const { model: directory, pageTokens, contextLength, maxRunningRequests: runningRequests, memoryBytes } = config;
-  const modelConfig = loadModelConfig(directory, { pageTokens });
+  const modelConfig = loadModelConfig(directory, { pageTokens, ...config.numerics });
   const source = await openCheckpoint(directory, { headersOnly: true });
   await source.close();
-  const { pageTokens: _, ...architecture } = modelConfig;
+  const { pageTokens: _, mode: __, indexPrecision: ___, ...architecture } = modelConfig;
   const { weights, draft } = surveyAll(modelConfig, source);
   const contextTokens = Math.min(contextLength ?? modelConfig.maxPositions, modelConfig.maxPositions);
   const workspaceOf = (maxRows: number): number =>
@@ -109,6 +116,7 @@ export async function inspectCheckpoint(config: InspectConfig): Promise<Inspecti
   const cache = createKvCache(countingDevice(), modelConfig, { pageCount: 1, slotCount: 1 });
   const kv = {
     dtype: cache.layout.dtype,
+    indexPrecision: cache.layout.indexPrecision,
     bytesPerToken: cache.pageBytes / modelConfig.pageTokens,
     pageTokens: modelConfig.pageTokens,
     pageBytes: cache.pageBytes,
@@ -274,7 +282,10 @@ export function describeInspection(inspection: Inspection): string[] {
       ['weights', sizeText(adapter.weightBytes)],
       ...(draft === null ? [] : [['with draft block', `${sizeText(draft.adapterBytes)} more`]]),
       ['workspace', `prefill ${sizeText(prefill)}, decode ${sizeText(decode)}`],
-      ['KV per token', `${kv.bytesPerToken} bytes (${kv.dtype}; pages of ${kv.pageTokens} tokens)`],
+      [
+        'KV per token',
+        `${kv.bytesPerToken} bytes (${kv.dtype}, index keys ${kv.indexPrecision}; pages of ${kv.pageTokens} tokens)`,
+      ],
       ['KV per request', `${sizeText(kv.slotBytes)} beside its pages`],
     ]),
     ...(capacity === null ? [] : ['', ...capacityLines(capacity, inspection)]),

@@ -32,7 +32,7 @@ const LOGIT_DIGITS = 9;
 /** Print one line `{"position":p,"argmax":i,"logits":[…]}` for each position asked for, ascending. */
 export async function runLogits(config: LogitsConfig): Promise<void> {
   await reportFaults(async () => {
-    const modelConfig = loadModelConfig(config.model);
+    const modelConfig = loadModelConfig(config.model, config.numerics);
     const ids = readIds(config, config.ids, modelConfig);
     // The draft of a position needs the token after it.
     const rowCount = config.mtp ? ids.length - 1 : ids.length;
@@ -69,7 +69,7 @@ export async function runLogits(config: LogitsConfig): Promise<void> {
 /** Continue a prompt in this process: print the text as it comes, or one JSON array of token ids at the end. */
 export async function runGenerate(config: GenerateConfig): Promise<void> {
   await reportFaults(async () => {
-    const modelConfig = loadModelConfig(config.model);
+    const modelConfig = loadModelConfig(config.model, config.numerics);
     // Before the model is loaded: a directory without a tokenizer should fail at once.
     const tokenizer = config.printIds && config.chat === null ? null : loadTokenizer(config.model);
     const prompt =
@@ -146,6 +146,7 @@ async function withModel(
         maxSequences: 1,
         maxPositions: size.positions,
         mtp: size.mtp,
+        ...config.numerics,
         onProgress: ({ stage, done, total, note }) => {
           if (stage === 'pipelines' && note) say(`compiling kernels, ${done + 1} of ${total}: ${note} rows`);
           if (stage === 'weights' && done === total) say(`loaded ${(total / 1e6).toFixed(1)} MB of weights`);

@@ -88,7 +88,7 @@ function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: s
   const { limits } = config;
   return openEngine({
     modelDir: config.model,
-    pageTokens: limits.pageTokens,
+    choices: { pageTokens: limits.pageTokens, ...config.numerics },
     adapterName,
     maxRows: role === 'prefill' ? limits.prefillChunkTokens : limits.maxRunningRequests,
     maxSequences: limits.maxRunningRequests,

@@ -276,6 +276,7 @@ describe('handoff inspect', () => {
       model: nano,
       json: false,
       memoryBytes: null,
+      numerics: { mode: 'hp', indexPrecision: 'f32' },
       pageTokens: 128,
       prefillChunkTokens: 256,
       maxRunningRequests: 8,

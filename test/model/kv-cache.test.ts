@@ -37,6 +37,28 @@ describe('a cache', () => {
     cache.destroy();
   });
 
+  test('has smaller pages with narrower index keys, and a layout that names precision and mode', async () => {
+    const layouts = new Set<string>();
+    // 64 dimensions: 2 bytes each; 1 each and a scale of 4; half of one each and two scales in a word.
+    for (const [indexPrecision, keyBytes] of [
+      ['f32', 256],
+      ['bf16', 128],
+      ['fp8', 68],
+      ['fp4', 36],
+    ] as const) {
+      for (const mode of ['hp', 'q', 'q-inputs'] as const) {
+        const cache = createKvCache(device, { ...config, mode, indexPrecision }, { pageCount: 2, slotCount: 1 });
+        assert.equal(cache.pageBytes, 2 * 32 * (4 * 128 + keyBytes) + 4 * 128);
+        const bytes = random.bytes(cache.pageBytes);
+        cache.writePage(1, bytes);
+        assert.deepEqual((await cache.readUnits({ pages: [1], slot: null }))[0], bytes);
+        layouts.add(JSON.stringify(cache.layout));
+        cache.destroy();
+      }
+    }
+    assert.equal(layouts.size, 12, 'HELLO compares layouts: no two of these may exchange a page');
+  });
+
   test('hands out memory that a later read does not touch', async () => {
     const cache = createKvCache(device, config, { pageCount: 2, slotCount: 1 });
     const bytes = random.bytes(cache.pageBytes);

@@ -1,12 +1,12 @@
 /** A model and its cache for tests: whole prompts in chunks, batches of decode rows, always the full logits. */
 import type { Device } from '../../kernels/device.ts';
-import { loadModelConfig, type ModelConfig } from '../../model/config.ts';
+import { loadModelConfig, type ConfigChoices, type ModelConfig } from '../../model/config.ts';
 import { createKvCache, type KvCache } from '../../model/kv-cache.ts';
 import { openCheckpoint, type TensorSource } from '../../model/safetensors.ts';
 import { createModel, forwardLogits, type Model } from '../../model/transformer.ts';
 
 /** Sizes that all tests of a file share. */
-export interface TestEngineSize {
+export interface TestEngineSize extends ConfigChoices {
   readonly maxRows: number;
   readonly maxSequences: number;
   readonly maxPositions: number;
@@ -22,7 +22,7 @@ export async function openTestModel(
   if (typeof from !== 'string') return createModel(device, from.config, from.source, size);
   const source = await openCheckpoint(from);
   try {
-    return await createModel(device, loadModelConfig(from), source, size);
+    return await createModel(device, loadModelConfig(from, size), source, size);
   } finally {
     await source.close();
   }

@@ -89,6 +89,8 @@ const expected: ModelConfig = {
   bosTokenId: 0,
   eosTokenId: 1,
   pageTokens: 128,
+  mode: 'hp',
+  indexPrecision: 'f32',
 };
 
 const without = (json: Json, ...names: string[]): Json =>

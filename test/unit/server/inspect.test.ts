@@ -139,6 +139,19 @@ describe('DeepSeek-V4-Flash as headers without weights', () => {
     );
   });
 
+  test('takes less KV per token with narrower index keys: 512, 256, 132 or 68 bytes a key', async () => {
+    for (const [precision, keyBytes] of [
+      ['f32', 512],
+      ['bf16', 256],
+      ['fp8', 132],
+      ['fp4', 68],
+    ] as const) {
+      const { kv } = await inspect(directory, '--index-precision', precision, '--mode', 'q');
+      assert.equal(kv.bytesPerToken, 13760 - (21 * (512 - keyBytes)) / 4, precision);
+      assert.equal(kv.indexPrecision, precision);
+    }
+  });
+
   test('is described in words', async () => {
     const text = describeInspection(await official).join('\n');
     for (const line of [
