@@ -108,6 +108,8 @@ export interface RouterConfig extends Common, Listening {
   /** Control addresses, tcp://HOST:PORT, at least one of each. */
   readonly prefillWorkers: readonly string[];
   readonly decodeWorkers: readonly string[];
+  /** Whether special tokens in what clients send to chat are special. */
+  readonly allowSpecialTokens: boolean;
   /** Null: only clients on this machine are operators. */
   readonly adminKey: string | null;
   readonly limits: SchedulerLimits;
@@ -442,6 +444,12 @@ export const OPTIONS = {
     defaultText: "the model's",
     help: 'longest sequence, prompt and answer together',
     commands: [...ROLES, 'inspect'],
+  },
+  allowSpecialTokens: {
+    kind: 'switch',
+    default: false,
+    help: 'read special tokens in messages as special; without it they are plain text, whatever clients send',
+    commands: ['all', 'router'],
   },
   pageTokens: {
     kind: 'integer',
@@ -1258,6 +1266,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         ...listening,
         prefillWorkers: settings.prefillWorker ?? [],
         decodeWorkers: settings.decodeWorker ?? [],
+        allowSpecialTokens: settings.allowSpecialTokens,
         adminKey: settings.adminKey,
         limits,
         deadlines,
@@ -1336,9 +1345,10 @@ function childFlags(role: 'router' | WorkerRole, settings: Settings): string[] {
   const flags: string[] = [];
   for (const [key, row] of ROWS) {
     const value = settings[key];
-    if (row.inherited === false || value === null) continue;
+    if (row.inherited === false || value === null || value === false) continue;
     if (!row.commands.includes('all') || !row.commands.includes(role)) continue;
-    flags.push(`${flagOf(key)}=${row.kind === 'duration' ? formatDuration(value as number) : String(value)}`);
+    if (row.kind === 'switch') flags.push(flagOf(key));
+    else flags.push(`${flagOf(key)}=${row.kind === 'duration' ? formatDuration(value as number) : String(value)}`);
   }
   return flags;
 }

@@ -61,6 +61,8 @@ export interface AppOptions {
   rooms: Rooms;
   tokenizer: Tokenizer;
   chat: ChatEncoding;
+  /** Whether special tokens in what clients put into conversations are special: no, unless given here. */
+  allowsSpecialTokens?: boolean;
   /** The name clients know the model by. */
   modelId: string;
   /** Other names of it. */

@@ -189,6 +189,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     rooms,
     tokenizer,
     chat,
+    allowsSpecialTokens: config.allowSpecialTokens,
     modelId: modelName(config),
     contextLength: Math.min(config.limits.contextLength ?? maxPositions, maxPositions),
     limits: defaultHttpLimits,

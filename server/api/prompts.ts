@@ -9,6 +9,8 @@ import type { Prompt } from './dialect.ts';
 export interface PromptReader {
   tokenizer: Tokenizer;
   chat: ChatEncoding;
+  /** Whether special tokens in what clients put into conversations are special. Without it they are plain text. */
+  allowsSpecialTokens?: boolean;
   contextLength: number;
   /** No token is longer; bounds the token count of a text from below before it is encoded. */
   longestTokenBytes: number;
@@ -54,7 +56,7 @@ function encode(reader: PromptReader, prompt: string | readonly PromptPiece[], p
       { param },
     );
   }
-  return reader.tokenizer.encode(prompt);
+  return reader.tokenizer.encode(reader.allowsSpecialTokens === true ? text : prompt);
 }
 
 /** The most bytes that one token of the vocabulary has. */

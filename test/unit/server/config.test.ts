@@ -248,13 +248,22 @@ for (const [what, argv, expected] of refusals) {
 
 test('all passes on what it shares with a role, and nothing else', () => {
   const { childFlags } = resolveConfig(
-    ['all', '--port=1', '--context-length=2048', '--adapter', 'lavapipe', '--request-timeout=700s'],
+    [
+      'all',
+      '--port=1',
+      '--context-length=2048',
+      '--adapter',
+      'lavapipe',
+      '--request-timeout=700s',
+      '--allow-special-tokens',
+    ],
     {},
   ) as AllConfig;
   for (const role of ['router', 'prefill', 'decode'] as const) {
     const flags = childFlags[role];
     assert.ok(flags.includes('--context-length=2048') && flags.includes('--request-timeout=700s'), role);
     assert.equal(flags.includes('--adapter=lavapipe'), role !== 'router');
+    assert.equal(flags.includes('--allow-special-tokens'), role === 'router');
     assert.ok(
       !flags.some((flag) => /^--(host|port|prefill|decode)/.test(flag) && !flag.startsWith('--prefill-chunk')),
       role,
