@@ -101,7 +101,7 @@ export interface ModelWeights {
   readonly mtp: MtpWeights | null;
 }
 
-/** Bytes moved so far of all to move. */
+/** Bytes moved so far of all to move: 0 at first, then whenever a piece's worth was moved, and all at last. */
 export type WeightsProgress = (progress: { done: number; total: number; note?: string }) => void;
 
 /**
@@ -708,6 +708,7 @@ class Uploader {
   readonly #placed: { request: PlaceRequest; tensor: Tensor }[] = [];
   readonly #piece = new Uint8Array(READ_PIECE_BYTES);
   #doneBytes = 0;
+  #reportedBytes = 0;
   #unfinishedBytes = 0;
 
   constructor(device: Device, source: TensorSource, totalBytes: number, onProgress: WeightsProgress) {
@@ -724,6 +725,7 @@ class Uploader {
   };
 
   async run(): Promise<void> {
+    this.#onProgress({ done: 0, total: this.#totalBytes });
     for (const { request, tensor } of this.#placed) await this.#fill(request, tensor);
     await this.#settle();
   }
@@ -756,7 +758,11 @@ class Uploader {
   async #account(readBytes: number, writtenBytes: number, note: string): Promise<void> {
     this.#doneBytes += readBytes;
     this.#unfinishedBytes += writtenBytes;
-    this.#onProgress({ done: this.#doneBytes, total: this.#totalBytes, note });
+    // Experts come in many small parts: who listens wants to know how far it is, not every one of them.
+    if (this.#doneBytes - this.#reportedBytes >= READ_PIECE_BYTES || this.#doneBytes === this.#totalBytes) {
+      this.#reportedBytes = this.#doneBytes;
+      this.#onProgress({ done: this.#doneBytes, total: this.#totalBytes, note });
+    }
     if (this.#unfinishedBytes >= MAX_UNFINISHED_BYTES) await this.#settle();
   }
 

@@ -488,16 +488,23 @@ export interface Terminal {
 const REDRAW_MS = 80;
 /** Without a terminal, a line per process this often. */
 const PLAIN_LINE_MS = 2000;
+/** A rate over less says nothing. */
+const RATE_AFTER_MS = 1000;
 const BAR_CELLS = 20;
 
 /**
  * Lines and progress on a stream.
  *
  * On a terminal, one line at the bottom shows all processes that load, redrawn in place. Elsewhere each process
- * gets a line when a step begins or ends, and every 2 s between.
+ * gets a line when a step begins or ends, and every 2 s between. Steps in bytes have their mean rate beside them.
+ *
+ * now  milliseconds of a clock that only goes forward
  */
-export function createTerminal(out: NodeJS.WritableStream & { isTTY?: boolean; columns?: number }): Terminal {
-  const loading = new Map<string, Progress>();
+export function createTerminal(
+  out: NodeJS.WritableStream & { isTTY?: boolean; columns?: number },
+  now: () => number = () => performance.now(),
+): Terminal {
+  const loading = new Map<string, Timed>();
   const shownAtMs = new Map<string, number>();
   let drawn = false;
   let drawnAtMs = Number.NEGATIVE_INFINITY;
@@ -511,7 +518,7 @@ export function createTerminal(out: NodeJS.WritableStream & { isTTY?: boolean; c
     const text = [...loading].map(([name, progress]) => `${name} ${bar(progress)}`).join('   ');
     out.write(`\r\u001b[K${text.slice(0, (out.columns ?? 80) - 1)}`);
     drawn = true;
-    drawnAtMs = performance.now();
+    drawnAtMs = now();
   };
 
   return {
@@ -520,10 +527,17 @@ export function createTerminal(out: NodeJS.WritableStream & { isTTY?: boolean; c
       out.write(`${text}\n`);
       if (out.isTTY) draw();
     },
-    progress(name, progress) {
+    progress(name, reported) {
       const before = loading.get(name);
+      const nowMs = now();
+      const same = before?.step === reported.step ? before : null;
+      const progress = {
+        ...reported,
+        sinceMs: same?.sinceMs ?? nowMs,
+        sinceDone: same?.sinceDone ?? reported.done,
+        nowMs,
+      };
       loading.set(name, progress);
-      const nowMs = performance.now();
       if (out.isTTY) {
         if (nowMs - drawnAtMs >= REDRAW_MS || progress.done >= progress.total) draw();
         return;
@@ -542,16 +556,26 @@ export function createTerminal(out: NodeJS.WritableStream & { isTTY?: boolean; c
   };
 }
 
-function bar(progress: Progress): string {
+/** A step, and when it was first heard of. */
+interface Timed extends Progress {
+  readonly sinceMs: number;
+  readonly sinceDone: number;
+  readonly nowMs: number;
+}
+
+function bar(progress: Timed): string {
   const share = progress.total === 0 ? 1 : Math.min(1, progress.done / progress.total);
   const filled = Math.round(share * BAR_CELLS);
   return `${progress.step} [${'#'.repeat(filled)}${'.'.repeat(BAR_CELLS - filled)}] ${amount(progress)}`;
 }
 
-function amount({ done, total, unit }: Progress): string {
+function amount({ done, total, unit, sinceMs, sinceDone, nowMs }: Timed): string {
   if (unit !== 'bytes') return `${done} of ${total} ${unit}`;
-  const mib = (bytes: number): string => (bytes / 2 ** 20).toFixed(1);
-  return `${mib(done)} of ${mib(total)} MiB`;
+  const [name, size] = total < 2 ** 30 ? ['MiB', 2 ** 20] : ['GiB', 2 ** 30];
+  const elapsedMs = nowMs - sinceMs;
+  const rate = ((done - sinceDone) / elapsedMs) * 1000;
+  const at = elapsedMs < RATE_AFTER_MS ? '' : `, ${(rate / 2 ** 20).toFixed(0)} MiB/s`;
+  return `${(done / size).toFixed(1)} of ${(total / size).toFixed(1)} ${name}${at}`;
 }
 
 /** Seconds a process may take to close after its parent went away: nobody else would end it. */

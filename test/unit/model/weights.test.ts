@@ -2,9 +2,10 @@
 import assert from 'node:assert/strict';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
+import { countingDevice, type Device } from '../../../kernels/device.ts';
 import { loadModelConfig, parseModelConfig } from '../../../model/config.ts';
-import { memorySource, openCheckpoint } from '../../../model/safetensors.ts';
-import { checkCheckpoint, officialName, surveyWeights } from '../../../model/weights.ts';
+import { memorySource, openCheckpoint, type TensorSource } from '../../../model/safetensors.ts';
+import { checkCheckpoint, loadWeights, officialName, surveyWeights } from '../../../model/weights.ts';
 import {
   generateCheckpoint,
   savedName,
@@ -12,7 +13,7 @@ import {
   type StorageFormats,
   type StoredEntry,
 } from '../../support/checkpoints.ts';
-import { releaseHeaders } from '../../support/headers.ts';
+import { FLASH_CONFIG, releaseHeaders } from '../../support/headers.ts';
 
 const config = parseModelConfig({
   vocab_size: 8,
@@ -153,6 +154,74 @@ describe('the survey of a checkpoint', () => {
       [...source.tensors.values()].map(line).toSorted(),
     );
   });
+});
+
+test('loading 6 GB holds one piece of the files and what the device has not taken yet, no more', async () => {
+  const flash = parseModelConfig({ ...FLASH_CONFIG, num_hidden_layers: 1, num_nextn_predict_layers: 0 });
+  const tensors = new Map(
+    releaseHeaders(flash, 'mxfp4').map(({ name, dtype, shape, byteLength }) => [
+      name,
+      { name, dtype, shape, start: 0, end: byteLength, file: 'none' },
+    ]),
+  );
+  const pieces = new Set<ArrayBufferLike>();
+  let largestRead = 0;
+  let readBytes = 0;
+  const source: TensorSource = {
+    tensors,
+    files: [],
+    read(_tensor, _offset, target) {
+      pieces.add(target.buffer);
+      largestRead = Math.max(largestRead, target.byteLength);
+      readBytes += target.byteLength;
+      return Promise.resolve();
+    },
+    close: () => Promise.resolve(),
+  };
+  let waitingBytes = 0;
+  let largestWait = 0;
+  let writtenBytes = 0;
+  const device: Device = {
+    ...countingDevice(),
+    queue: {
+      writeBuffer(_buffer: unknown, _at: number, data: ArrayBuffer, _offset?: number, size = data.byteLength) {
+        waitingBytes += size;
+        writtenBytes += size;
+        largestWait = Math.max(largestWait, waitingBytes);
+      },
+      submit() {},
+      onSubmittedWorkDone() {
+        waitingBytes = 0;
+        return Promise.resolve();
+      },
+    } as unknown as GPUQueue,
+  };
+  let progress = { done: -1, total: 0 };
+  let reports = 0;
+  await loadWeights(device, flash, source, {
+    onProgress(step) {
+      assert.ok(step.done > progress.done && step.done <= step.total);
+      progress = step;
+      reports++;
+    },
+  });
+  const mib = 2 ** 20;
+  assert.equal(pieces.size, 1, 'one buffer takes every piece');
+  assert.ok(largestRead <= 16 * mib, `${largestRead} bytes at once`);
+  assert.ok(largestWait <= 80 * mib, `${largestWait} bytes wait for the device`);
+  assert.equal(waitingBytes, 0);
+  const survey = surveyWeights(flash, source);
+  assert.equal(
+    readBytes,
+    survey.reduce((sum, weight) => sum + weight.storedBytes, 0),
+  );
+  assert.equal(
+    writtenBytes,
+    survey.reduce((sum, weight) => sum + weight.deviceBytes, 0),
+  );
+  assert.equal(device.allocatedBytes, writtenBytes);
+  assert.deepEqual([progress.done, progress.total], [readBytes, readBytes]);
+  assert.ok(reports > 100 && reports < readBytes / (16 * mib) + 2, `${reports} reports`);
 });
 
 describe('a checkpoint that does not fit is refused:', () => {

@@ -302,6 +302,29 @@ test('progress on a terminal is redrawn in place and makes room for lines', () =
   assert.equal(String(out.read()), `${bar}${erase}a line\n${bar}${erase}`);
 });
 
+test('progress in bytes has a rate, once there is something to divide by', () => {
+  const out = new PassThrough();
+  let nowMs = 5000;
+  const terminal = createTerminal(out, () => nowMs);
+  const at = (step: string, seconds: number, done: number, total: number): void => {
+    nowMs = 5000 + 1000 * seconds;
+    terminal.progress('decode-0', { step, done: done * 2 ** 20, total: total * 2 ** 20, unit: 'bytes' });
+  };
+  at('weights', 0, 0, 4096);
+  at('weights', 0.5, 100, 4096);
+  at('weights', 4, 2048, 4096);
+  at('weights', 8, 4096, 4096);
+  at('copies', 9, 10, 20);
+  at('copies', 10, 20, 20);
+  assert.deepEqual(String(out.read()).trimEnd().split('\n'), [
+    'decode-0: weights 0.0 of 4.0 GiB',
+    'decode-0: weights 2.0 of 4.0 GiB, 512 MiB/s',
+    'decode-0: weights 4.0 of 4.0 GiB, 512 MiB/s',
+    'decode-0: copies 10.0 of 20.0 MiB',
+    'decode-0: copies 20.0 of 20.0 MiB, 10 MiB/s',
+  ]);
+});
+
 test('the summary shows each process and a curl line that a client can reach', () => {
   const addresses = { http: 'http://0.0.0.0:8123' };
   const lines = describeCluster(allConfig(), [
