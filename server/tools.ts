@@ -23,6 +23,7 @@ import {
 } from '../model/transformer.ts';
 import { describeAdapter, setUpAdapter } from './adapter/adapter.ts';
 import { ConfigError, type GenerateConfig, type LogitsConfig } from './config.ts';
+import { createTerminal } from './supervisor.ts';
 
 // Tokens computed at once when nothing is asked for. Results do not depend on it, memory does.
 const CHUNK_TOKENS = 1024;
@@ -139,6 +140,7 @@ async function withModel(
 ): Promise<void> {
   const { modelConfig } = size;
   const device = await openAdapter(config.adapter);
+  const terminal = createTerminal(process.stderr);
   try {
     const model = await Promise.race([
       loadModel(device, config.model, {
@@ -148,8 +150,10 @@ async function withModel(
         mtp: size.mtp,
         ...config.numerics,
         onProgress: ({ stage, done, total, note }) => {
-          if (stage === 'pipelines' && note) say(`compiling kernels, ${done + 1} of ${total}: ${note} rows`);
-          if (stage === 'weights' && done === total) say(`loaded ${(total / 1e6).toFixed(1)} MB of weights`);
+          if (stage === 'pipelines' && note) terminal.line(`compiling kernels, ${done + 1} of ${total}: ${note} rows`);
+          if (stage !== 'weights') return;
+          terminal.progress('model', { step: stage, done, total, unit: 'bytes' });
+          if (done === total) terminal.finished('model');
         },
       }),
       device.lost,
