@@ -41,6 +41,7 @@ export function attentionDecode(recorder: Recorder, args: AttentionArgs): void {
     recorder.run(kernel, {
       entry: 'split',
       overrides: { LANES },
+      constants: shape.constants,
       tensors: {
         kv,
         ring,

@@ -13,6 +13,7 @@ struct Params {
   max_keys: u32,
   row_start: u32,
   max_splits: u32,
+  gathered_entries: u32, // entries of a row, if they are gathered
 }
 
 @group(0) @binding(0) var<uniform> params: Params;

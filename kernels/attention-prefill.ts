@@ -1,6 +1,7 @@
 /** Attention of many rows over the sliding window and compressed entries. */
 import assert from 'node:assert/strict';
 import type { Device } from './device.ts';
+import { gatherEntries } from './gather.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
 import { allocateTensor, assertShape, type Tensor } from './tensor.ts';
 
@@ -27,8 +28,10 @@ export interface AttentionArgs {
   readonly compressed?:
     | {
         readonly ratio: number;
-        /** [pages, entriesPerPage, d] f32. */
+        /** [pages, entriesPerPage, d] f32. In segments only with `gathered`. */
         readonly entries: Tensor;
+        /** [gatherRows, capacity, d] f32, scratch for entries in segments: so many rows are handled at once at most. */
+        readonly gathered?: Tensor | undefined;
         /** [maxRows, topk] u32 (`selectEntries`): a row with more than topk visible entries sees these only. Absent: all are seen. */
         readonly selected?: Tensor | undefined;
       }
@@ -97,6 +100,7 @@ export function attentionPrefill(recorder: Recorder, args: AttentionArgs): void 
     recorder.run(kernel, {
       entry: 'values',
       overrides: { LANES },
+      constants: shape.constants,
       tensors: {
         kv,
         ring,
@@ -125,6 +129,8 @@ export interface AttentionShape {
   readonly blockRows: number;
   /** The most keys of any row. */
   readonly keyCount: number;
+  readonly constants: Readonly<Record<string, string>>;
+  /** The pool, or what is gathered from it. */
   readonly entries: Tensor;
   readonly selected: Tensor;
   readonly params: {
@@ -136,6 +142,7 @@ export interface AttentionShape {
     readonly entries_per_page: number;
     readonly max_pages: number;
     readonly max_keys: number;
+    readonly gathered_entries: number;
   };
 }
 
@@ -145,7 +152,7 @@ export function attentionShape(args: AttentionArgs): AttentionShape {
   const [, heads = 0, headDim = 0] = queries.shape;
   const [, window = 0] = ring.shape;
   const [, maxPages = 0] = pageTable.shape;
-  const [blockRows = 0, , maxKeys = 0] = scratch.scores.shape;
+  const [scoreRows = 0, , maxKeys = 0] = scratch.scores.shape;
   assertShape(queries, [null, heads, headDim]);
   assertShape(kv, [null, headDim]);
   assertShape(ring, [null, window, headDim]);
@@ -154,21 +161,24 @@ export function attentionShape(args: AttentionArgs): AttentionShape {
   assertShape(sequences, [null, 4], 'u32');
   assertShape(pageTable, [null, maxPages], 'u32');
   assertShape(out, [null, heads, headDim]);
-  assertShape(scratch.scores, [blockRows, heads, maxKeys]);
-  assertShape(scratch.denominators, [blockRows, heads]);
+  assertShape(scratch.scores, [scoreRows, heads, maxKeys]);
+  assertShape(scratch.denominators, [scoreRows, heads]);
   const ratio = compressed?.ratio ?? 0;
   // Bindings that a layer does not read still need a buffer of the right kind.
-  const entries = compressed?.entries ?? ring;
+  const pool = compressed?.entries ?? ring;
+  const gathered = pool.segments ? compressed?.gathered : undefined;
   const selected = compressed?.selected ?? rows;
   const topk = compressed?.selected?.shape[1] ?? 0;
-  if (compressed) assertShape(entries, [null, null, headDim]);
+  if (compressed) assertShape(pool, [null, null, headDim]);
+  assert(!pool.segments || gathered, `${pool.label} lies in segments, which needs a tensor to gather into`);
   if (compressed?.selected) assertShape(selected, [null, topk], 'u32');
   const keyCount = Math.min(lastPosition + 1, window) + entryCount(ratio, topk, lastPosition);
   assert(keyCount <= maxKeys, `${keyCount} keys at position ${lastPosition}, scratch for ${maxKeys}`);
   return {
-    blockRows,
+    blockRows: Math.min(scoreRows, gathered?.shape[0] ?? scoreRows),
     keyCount,
-    entries,
+    constants: gathered ? { GATHERED: 'true' } : {},
+    entries: gathered ?? pool,
     selected,
     params: {
       heads,
@@ -176,9 +186,10 @@ export function attentionShape(args: AttentionArgs): AttentionShape {
       window,
       ratio,
       topk,
-      entries_per_page: compressed ? entries.shape[1]! : 1,
+      entries_per_page: compressed ? pool.shape[1]! : 1,
       max_pages: maxPages,
       max_keys: maxKeys,
+      gathered_entries: gathered?.shape[1] ?? 0,
     },
   };
 }
@@ -189,7 +200,7 @@ function entryCount(ratio: number, topk: number, position: number): number {
   return topk === 0 ? visible : Math.min(visible, topk);
 }
 
-/** Record scores and softmax numerators of a block of rows, `blockCount` of at most `blockRows`, into the scratch. */
+/** Gather entries if they lie in segments, then record scores and softmax numerators of a block of rows, `blockCount` of at most `blockRows`, into the scratch. */
 export function recordScores(
   recorder: Recorder,
   args: AttentionArgs,
@@ -201,12 +212,27 @@ export function recordScores(
   const { scores, denominators } = scratch;
   const { heads, window, ratio, topk } = shape.params;
   const params = { ...shape.params, row_start: rowStart, block_rows: blockRows };
+  const { compressed } = args;
+  const entriesSeen = entryCount(ratio, topk, lastPosition);
+  if (compressed?.entries.segments) {
+    gatherEntries(recorder, {
+      ...compressed,
+      gathered: shape.entries,
+      rows,
+      pageTable,
+      step,
+      entryCount: entriesSeen,
+      rowStart,
+      blockCount,
+    });
+  }
   // The window's two sources are tiled on their own, which takes one tile more.
   const windowTiles = Math.ceil(Math.min(lastPosition + 1, window) / TILE / LANES) + 1;
-  const entryTiles = Math.ceil(entryCount(ratio, topk, lastPosition) / TILE / LANES);
+  const entryTiles = Math.ceil(entriesSeen / TILE / LANES);
   recorder.run(kernel, {
     entry: 'score',
     overrides: { LANES },
+    constants: shape.constants,
     tensors: {
       queries,
       kv,

@@ -13,6 +13,7 @@ struct Params {
   max_keys: u32, // keys of one row of scores
   row_start: u32, // first row of this block of rows
   block_rows: u32, // rows of a full block
+  gathered_entries: u32, // entries of a row, if they are gathered
 }
 
 @group(0) @binding(0) var<uniform> params: Params;

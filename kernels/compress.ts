@@ -1,7 +1,7 @@
 /** Pool blocks of tokens into compressed key-value entries, and keep the tokens of unfinished blocks. */
 import assert from 'node:assert/strict';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { assertShape, type Tensor } from './tensor.ts';
+import { assertShape, segmentsOf, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./compress.wgsl', import.meta.url), ['round']);
 const LANES = 64;
@@ -25,7 +25,7 @@ export function tailShape(args: { slotCount: number; ratio: number; entryWidth: 
  * ape            [r, c * d] f32
  * norm           [d] f32
  * tailK, tailZ   [slots, ring, c * d] f32 (`tailShape`): token t at t mod ring; tailZ holds ape already
- * entries        [pages, entriesPerPage, d] f32: entry e of a sequence in page pageTable[e / entriesPerPage];
+ * entries        [pages, entriesPerPage, d] f32: entry e of a sequence in page pageTable[e / entriesPerPage], perhaps in segments;
  *                or [maxRows, d] f32: the entry of the row that completes it, for `packKeys`; other rows are not written
  * cos, sin       [positions, R/2] f32: tables of the compressed layers
  * rows, sequences, pageTable, step: step metadata
@@ -103,22 +103,27 @@ export function compress(
     max_pages: maxPages,
     pairs,
     eps,
+    segment_start: 0,
+    segment_count: 0,
   };
   const constants = { STAGED: `${staged}`, ROUND: `${rounding}` };
-  recorder.run(kernel, {
-    entry: 'pool',
-    constants,
-    tensors: { k, z, ape, tailK, tailZ, entries, rows, sequences, pageTable, step },
-    params,
-    workgroups: [Math.ceil(entryWidth / LANES), rowCount],
-  });
-  recorder.run(kernel, {
-    entry: 'finish',
-    constants: { ...constants, HADAMARD: `${hadamard}` },
-    tensors: { norm, entries, cos, sin, rows, pageTable, step },
-    params,
-    workgroups: [Math.ceil(rowCount / LANES)],
-  });
+  for (const { start, count, tensor } of segmentsOf(entries)) {
+    const segmentParams = { ...params, segment_start: start, segment_count: count };
+    recorder.run(kernel, {
+      entry: 'pool',
+      constants,
+      tensors: { k, z, ape, tailK, tailZ, entries: tensor, rows, sequences, pageTable, step },
+      params: segmentParams,
+      workgroups: [Math.ceil(entryWidth / LANES), rowCount],
+    });
+    recorder.run(kernel, {
+      entry: 'finish',
+      constants: { ...constants, HADAMARD: `${hadamard}` },
+      tensors: { norm, entries: tensor, cos, sin, rows, pageTable, step },
+      params: segmentParams,
+      workgroups: [Math.ceil(rowCount / LANES)],
+    });
+  }
   recorder.run(kernel, {
     entry: 'append',
     tensors: { k, z, ape, tailK, tailZ, rows, sequences, step },

@@ -15,6 +15,8 @@ struct Params {
   max_pages: u32,
   pairs: u32, // R / 2
   eps: f32,
+  segment_start: u32, // pages that `entries` holds; entries in others are left to other dispatches
+  segment_count: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -38,12 +40,17 @@ const LOWEST: f32 = -3.4e38;
 const E4M3_BLOCK: u32 = 64u;
 const E2M1_BLOCK: u32 = 32u;
 
-// First element of the entry that a row completes.
-fn entry_base(row: u32, position: u32) -> u32 {
-  if (STAGED) { return row * params.entry_width; }
-  let sequence_index = rows[row].z;
+// Place among the bound pages of the entry that a row completes; far past them if its page is before the first.
+fn entry_page(sequence_index: u32, position: u32) -> u32 {
+  if (STAGED) { return 0u; }
   let entry = position / params.ratio;
-  let page = pageTable[sequence_index * params.max_pages + entry / params.entries_per_page];
+  return pageTable[sequence_index * params.max_pages + entry / params.entries_per_page] - params.segment_start;
+}
+
+// First element of the entry that a row completes in that page.
+fn entry_base(row: u32, page: u32, position: u32) -> u32 {
+  if (STAGED) { return row * params.entry_width; }
+  let entry = position / params.ratio;
   return (page * params.entries_per_page + entry % params.entries_per_page) * params.entry_width;
 }
 
@@ -59,6 +66,8 @@ fn pool(@builtin(global_invocation_id) id: vec3u) {
   if (row >= step[0] || channel >= params.entry_width) { return; }
   let position = rows[row].y;
   if ((position + 1u) % params.ratio != 0u) { return; }
+  let page = entry_page(rows[row].z, position);
+  if (page >= params.segment_count) { return; }
   let sequence = sequences[rows[row].z];
   let chunk_start = sequence.y;
   let row_base = sequence.z;
@@ -97,7 +106,7 @@ fn pool(@builtin(global_invocation_id) id: vec3u) {
     sum += weight;
     pooled += weight * value;
   }
-  entries[entry_base(row, position) + channel] = stored(pooled / sum);
+  entries[entry_base(row, page, position) + channel] = stored(pooled / sum);
 }
 
 @compute @workgroup_size(64)
@@ -106,7 +115,9 @@ fn finish(@builtin(global_invocation_id) id: vec3u) {
   if (row >= step[0]) { return; }
   let position = rows[row].y;
   if ((position + 1u) % params.ratio != 0u) { return; }
-  let base = entry_base(row, position);
+  let page = entry_page(rows[row].z, position);
+  if (page >= params.segment_count) { return; }
+  let base = entry_base(row, page, position);
   let width = params.entry_width;
 
   var squares = 0.0;

@@ -13,6 +13,8 @@ export interface Device {
   readonly info: AdapterInfo;
   readonly limits: GPUSupportedLimits;
   readonly features: ReadonlySet<string>;
+  /** The most bytes that one binding, and so one buffer of a tensor, may have. Larger tensors lie in segments (tensor.ts). */
+  readonly bindingBytes: number;
   /** Rejects when the device is lost or reports an uncaptured error; never resolves. Whoever opens the device must watch it. */
   readonly lost: Promise<never>;
   /** Bytes of all live tensors. */
@@ -57,9 +59,12 @@ const STORAGE_BUFFERS_NEEDED = 10;
 /**
  * Open the adapter called `adapterName` (Dawn's exact name), or the first one.
  *
+ * `maxBindingBytes` lowers what one binding may have, so that tests can split small tensors: WebGPU has no limit below
+ * 128 MiB.
+ *
  * @throws DeviceError naming what is missing and what to install.
  */
-export async function openDevice(options: { adapterName?: string } = {}): Promise<Device> {
+export async function openDevice(options: { adapterName?: string; maxBindingBytes?: number } = {}): Promise<Device> {
   const flags = ['disable-dawn-features=timestamp_quantization'];
   if (options.adapterName) flags.push(`adapter=${options.adapterName}`);
   Object.assign(globalThis, globals);
@@ -105,6 +110,11 @@ export async function openDevice(options: { adapterName?: string } = {}): Promis
     },
     limits: gpu.limits,
     features: new Set(gpu.features),
+    bindingBytes: Math.min(
+      gpu.limits.maxStorageBufferBindingSize,
+      gpu.limits.maxBufferSize,
+      options.maxBindingBytes ?? Infinity,
+    ),
     lost,
     allocatedBytes: 0,
     pipelines: new Map(),
@@ -131,10 +141,8 @@ export function countingDevice(): Device {
     gpu: { createBuffer: () => buffer } as unknown as GPUDevice,
     queue: { writeBuffer: () => {}, submit: () => {} } as unknown as GPUQueue,
     info: { name: 'none', vendor: '', architecture: '', software: false },
-    limits: {
-      maxBufferSize: Number.MAX_SAFE_INTEGER,
-      maxStorageBufferBindingSize: Number.MAX_SAFE_INTEGER,
-    } as GPUSupportedLimits,
+    limits: {} as GPUSupportedLimits,
+    bindingBytes: Number.MAX_SAFE_INTEGER,
     features: new Set(),
     lost: new Promise<never>(() => {}),
     allocatedBytes: 0,

@@ -1,7 +1,7 @@
 /** Token embedding: gathers rows of the table, widens them to f32 and copies each into all residual streams. */
 import { loadKernel, type Recorder } from './kernel.ts';
 import type { LinearWeight } from './linear.ts';
-import { assertShape, type Tensor } from './tensor.ts';
+import { assertShape, segmentsOf, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./embed.wgsl', import.meta.url), ['quant']);
 
@@ -31,10 +31,12 @@ export function embed(
   assertShape(rows, [null, 4], 'u32');
   assertShape(step, [4], 'u32');
   assertShape(out, out.shape.length === 3 ? [null, streams, columns] : [null, columns]);
-  recorder.run(kernel, {
-    constants: { BF16: String(table.format === 'bf16') },
-    tensors: { rows, table: table.weight, out, step },
-    params: { vocabulary: table.rows, columns, streams },
-    workgroups: [Math.ceil(columns / WORKGROUP_SIZE), rowCount],
-  });
+  for (const { start, count, tensor } of segmentsOf(table.weight)) {
+    recorder.run(kernel, {
+      constants: { BF16: String(table.format === 'bf16') },
+      tensors: { rows, table: tensor, out, step },
+      params: { vocabulary: table.rows, columns, streams, segment_start: start, segment_count: count },
+      workgroups: [Math.ceil(columns / WORKGROUP_SIZE), rowCount],
+    });
+  }
 }

@@ -4,6 +4,8 @@ struct Params {
   vocabulary: u32,
   columns: u32,
   streams: u32,
+  segment_start: u32, // tokens that `table` holds
+  segment_count: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -19,7 +21,9 @@ fn main(@builtin(global_invocation_id) id: vec3u) {
   let column = id.x;
   let row = id.y;
   if (row >= step[0] || column >= params.columns) { return; }
-  let element = min(rows[row].x, params.vocabulary - 1u) * params.columns + column;
+  let token = min(rows[row].x, params.vocabulary - 1u) - params.segment_start; // wraps far past the count below the start
+  if (token >= params.segment_count) { return; }
+  let element = token * params.columns + column;
   var value: f32;
   if (BF16) {
     value = decode_bf16(table[element / 2u] >> (16u * (element & 1u)));

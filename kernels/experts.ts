@@ -1,9 +1,10 @@
 /** Mixture of experts: gated feed-forward networks, each applied to the rows that were routed to it. */
 import assert from 'node:assert/strict';
 import type { Device } from './device.ts';
+import { dtypeBytes } from './dtype.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
 import { roundToBlockFormat } from './round.ts';
-import { allocateTensor, assertShape, reshapeTensor, type Tensor } from './tensor.ts';
+import { allocateTensor, assertShape, reshapeTensor, segmentsOf, type SplitUnit, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./experts.wgsl', import.meta.url), ['quant', 'round']);
 
@@ -12,7 +13,8 @@ export type ExpertFormat = 'f32' | 'bf16' | 'e4m3' | 'mxfp4' | 'nvfp4';
 
 /**
  * One matrix of every expert, row-major, in the bytes of the checkpoint. `parts` matrices of equal shape lie one after
- * the other within an expert: gate and up projections (w1, w3) are one weight of two parts, w1 first.
+ * the other within an expert: gate and up projections (w1, w3) are one weight of two parts, w1 first. The experts of a
+ * large layer may lie in segments, cut by `expertSplit`: weights and scales between the same experts.
  */
 export interface ExpertWeight {
   readonly format: ExpertFormat;
@@ -138,7 +140,14 @@ export function experts(
   assert(pairs <= pairCapacity, `${pairs} pairs, scratch for ${pairCapacity}`);
 
   const { counts, order, tiles, hidden, outputs } = scratch;
-  const common = { chosen_count: chosenCount, expert_count: expertCount, tile_capacity: tileCount, limit };
+  const common = {
+    chosen_count: chosenCount,
+    expert_count: expertCount,
+    tile_capacity: tileCount,
+    limit,
+    segment_start: 0,
+    segment_count: expertCount,
+  };
   const grouped = pairs >= GROUPED_PAIRS_PER_EXPERT * expertCount;
   const tileGrid = grouped ? tileCapacity(pairs, expertCount) : pairs;
   if (grouped) {
@@ -159,28 +168,31 @@ export function experts(
   const tilePairs = grouped ? TILE_PAIRS : 1;
   const tensors = { step, experts: args.experts, order, tiles };
   const rounded = rounding ? { ROUND: 'true' } : {};
-  recorder.run(kernel, {
-    entry: 'gate_up',
-    overrides: { LANES },
-    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[gateUp.format], ...rounded },
-    tensors: { ...tensors, x, weights, ...weightTensors(gateUp, weights), out: hidden },
-    params: { ...common, columns: width, outputs: hiddenWidth },
-    workgroups: [Math.ceil(hiddenWidth / 4 / LANES), tileGrid],
-  });
+  const multiply = (
+    entry: 'gate_up' | 'down',
+    matrix: ExpertWeight,
+    args: { tensors: Record<string, Tensor>; lanes: number },
+  ): void => {
+    const { columns, rows: outputCount } = matrix;
+    for (const { start, count: segmentCount, tensors: weightTensors } of weightSegments(matrix, weights)) {
+      recorder.run(kernel, {
+        entry,
+        overrides: { LANES },
+        constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[matrix.format], ...rounded },
+        tensors: { ...tensors, ...args.tensors, ...weightTensors },
+        params: { ...common, columns, outputs: outputCount, segment_start: start, segment_count: segmentCount },
+        workgroups: [Math.ceil(args.lanes / LANES), tileGrid],
+      });
+    }
+  };
+  multiply('gate_up', gateUp, { tensors: { x, weights, out: hidden }, lanes: hiddenWidth / 4 });
   if (rounding === 'inputs') {
     // Pairs of a row lie side by side, so the hidden layer has the shape of K vectors a row.
     const [pairRows = 0] = hidden.shape;
     const vectors = reshapeTensor(hidden, [pairRows / chosenCount, chosenCount, hiddenWidth]);
     roundToBlockFormat(recorder, { x: vectors, step, rowCount, format: 'e4m3', block: 128 });
   }
-  recorder.run(kernel, {
-    entry: 'down',
-    overrides: { LANES },
-    constants: { PAIRS: `${tilePairs}u`, FORMAT: FORMAT_CONSTANTS[down.format], ...rounded },
-    tensors: { ...tensors, x: hidden, ...weightTensors(down, weights), out: outputs },
-    params: { ...common, columns: hiddenWidth, outputs: width },
-    workgroups: [Math.ceil(width / 8 / LANES), tileGrid],
-  });
+  multiply('down', down, { tensors: { x: hidden, out: outputs }, lanes: width / 8 });
   recorder.run(kernel, {
     entry: 'combine',
     overrides: { LANES },
@@ -201,9 +213,34 @@ const FORMAT_CONSTANTS: Record<ExpertFormat, string> = {
 // Columns must fill words, and scale blocks where rows of scales are packed.
 const COLUMN_MULTIPLE: Record<ExpertFormat, number> = { f32: 1, bf16: 2, e4m3: 4, mxfp4: 32, nvfp4: 16 };
 
+/** Where the matrices of a layer's experts and their scales may be cut: between experts. */
+export function expertSplit(format: ExpertFormat, size: { parts: number; rows: number; columns: number }): SplitUnit {
+  const elements = size.parts * size.rows * size.columns;
+  // Four experts fill whole words whatever one takes.
+  const scaleBytes = format === 'mxfp4' ? elements / 32 : format === 'nvfp4' ? elements / 16 : 0;
+  const bytes = dtypeBytes(FORMAT_DTYPES[format], elements);
+  const unitExperts = bytes % 4 === 0 && scaleBytes % 4 === 0 ? 1 : 4;
+  return { rows: unitExperts, bytes: unitExperts * bytes, elements: unitExperts * elements };
+}
+
+const FORMAT_DTYPES = { f32: 'f32', bf16: 'bf16', e4m3: 'e4m3', mxfp4: 'e2m1', nvfp4: 'e2m1' } as const;
+
+/** Experts of one segment, and the tensors of their weights. */
+interface WeightSegment {
+  readonly start: number;
+  readonly count: number;
+  readonly tensors: { readonly weight: Tensor; readonly scale: Tensor; readonly scale2: Tensor };
+}
+
 // Bindings that a format does not read still need a buffer.
-function weightTensors(weight: ExpertWeight, filler: Tensor): { weight: Tensor; scale: Tensor; scale2: Tensor } {
-  return { weight: weight.weight, scale: weight.scale ?? filler, scale2: weight.scale2 ?? filler };
+function weightSegments(weight: ExpertWeight, filler: Tensor): WeightSegment[] {
+  const scales = weight.scale && segmentsOf(weight.scale);
+  const scales2 = weight.scale2 && segmentsOf(weight.scale2);
+  return segmentsOf(weight.weight).map(({ start, count, tensor }, index) => ({
+    start,
+    count,
+    tensors: { weight: tensor, scale: scales?.[index]!.tensor ?? filler, scale2: scales2?.[index]!.tensor ?? filler },
+  }));
 }
 
 function assertExpertWeight(args: ExpertWeight, parts: number): void {
@@ -214,7 +251,11 @@ function assertExpertWeight(args: ExpertWeight, parts: number): void {
     `${weight.label}: ${columns} columns, ${format} needs a multiple of ${COLUMN_MULTIPLE[format]}`,
   );
   const fp4 = format === 'mxfp4' || format === 'nvfp4';
-  assertShape(weight, [count, parts * rows, columns], fp4 ? 'e2m1' : format);
+  assertShape(weight, [count, parts * rows, columns], FORMAT_DTYPES[format]);
+  for (const other of [scale, scale2]) {
+    const isCutAlike = other === undefined || segmentsOf(other).length === segmentsOf(weight).length;
+    assert(isCutAlike, `${weight.label}: its scales are cut elsewhere`);
+  }
   assert((scale !== undefined) === (fp4 || format === 'e4m3'), `${weight.label}: scale of ${format}`);
   assert((scale2 !== undefined) === (format === 'nvfp4'), `${weight.label}: scale2 of ${format}`);
   if (format === 'e4m3' && scale) assertShape(scale, [count, parts * Math.ceil(rows / 128), Math.ceil(columns / 128)]);

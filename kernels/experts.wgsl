@@ -14,6 +14,8 @@ struct Params {
   expert_count: u32, // E
   tile_capacity: u32,
   limit: f32,
+  segment_start: u32, // experts whose weights are bound; tiles of others are left to other dispatches
+  segment_count: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -203,11 +205,12 @@ fn four_outputs(first: u32) -> vec4u {
 fn gate_up(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index) lane: u32) {
   let tile = read_tile(workgroup.y);
   let first = (workgroup.x * LANES + lane) * 4u;
-  if (tile.pair_count == 0u || first >= params.outputs) { return; }
+  let expert = tile.expert - params.segment_start; // wraps far past the count below the start
+  if (tile.pair_count == 0u || expert >= params.segment_count || first >= params.outputs) { return; }
   var inputs: array<u32, PAIRS>;
   for (var t = 0u; t < PAIRS; t++) { inputs[t] = tile.pairs[t] / params.chosen_count * params.columns; }
   let n = four_outputs(first);
-  let matrix = tile.expert * 2u;
+  let matrix = expert * 2u;
   let products = multiply(matrix, n, matrix + 1u, n, inputs);
   for (var t = 0u; t < PAIRS; t++) {
     if (t < tile.pair_count) {
@@ -225,10 +228,11 @@ fn gate_up(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_in
 fn down(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index) lane: u32) {
   let tile = read_tile(workgroup.y);
   let first = (workgroup.x * LANES + lane) * 8u;
-  if (tile.pair_count == 0u || first >= params.outputs) { return; }
+  let expert = tile.expert - params.segment_start;
+  if (tile.pair_count == 0u || expert >= params.segment_count || first >= params.outputs) { return; }
   var inputs: array<u32, PAIRS>;
   for (var t = 0u; t < PAIRS; t++) { inputs[t] = tile.pairs[t] * params.columns; }
-  let products = multiply(tile.expert, four_outputs(first), tile.expert, four_outputs(first + 4u), inputs);
+  let products = multiply(expert, four_outputs(first), expert, four_outputs(first + 4u), inputs);
   for (var t = 0u; t < PAIRS; t++) {
     if (t < tile.pair_count) {
       let base = tile.pairs[t] * params.outputs + first;

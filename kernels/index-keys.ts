@@ -1,7 +1,7 @@
 /** Storage of the lightning indexer's keys, in four precisions. */
 import assert from 'node:assert/strict';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { assertShape, type Tensor } from './tensor.ts';
+import { assertShape, segmentsOf, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./index-keys.wgsl', import.meta.url), ['index-keys', 'round']);
 const LANES = 64;
@@ -40,7 +40,7 @@ export function indexKeyWords(width: number, precision: IndexPrecision): number 
  * Store the keys that this step's rows complete in their pages.
  *
  * staged     [maxRows, width] f32: from `compress`, the key of the row that completes it
- * keys       [pages, entriesPerPage, indexKeyWords] u32, out
+ * keys       [pages, entriesPerPage, indexKeyWords] u32, out; perhaps in segments
  * rows, pageTable, step: step metadata
  */
 export function packKeys(
@@ -67,10 +67,19 @@ export function packKeys(
   assertShape(pageTable, [null, maxPages], 'u32');
   assertShape(step, [4], 'u32');
   assert(ratio > 0 && entriesPerPage > 0, `ratio ${ratio}, ${entriesPerPage} entries a page`);
-  recorder.run(kernel, {
-    constants: { PRECISION: PRECISION_CONSTANTS[precision] },
-    tensors: { staged, keys, rows, pageTable, step },
-    params: { width, ratio, entries_per_page: entriesPerPage, max_pages: maxPages },
-    workgroups: [Math.ceil(rowCount / LANES)],
-  });
+  for (const { start, count, tensor } of segmentsOf(keys)) {
+    recorder.run(kernel, {
+      constants: { PRECISION: PRECISION_CONSTANTS[precision] },
+      tensors: { staged, keys: tensor, rows, pageTable, step },
+      params: {
+        width,
+        ratio,
+        entries_per_page: entriesPerPage,
+        max_pages: maxPages,
+        segment_start: start,
+        segment_count: count,
+      },
+      workgroups: [Math.ceil(rowCount / LANES)],
+    });
+  }
 }

@@ -5,6 +5,8 @@ struct Params {
   ratio: u32,
   entries_per_page: u32,
   max_pages: u32,
+  segment_start: u32, // pages that `keys` holds; keys in others are left to other dispatches
+  segment_count: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -21,7 +23,9 @@ fn main(@builtin(global_invocation_id) id: vec3u) {
   let position = rows[row].y;
   if ((position + 1u) % params.ratio != 0u) { return; }
   let entry = position / params.ratio;
-  let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page];
+  // Far past the count if the page is before the segment.
+  let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page] - params.segment_start;
+  if (page >= params.segment_count) { return; }
   let width = params.width;
   let source = row * width;
   let target_base = (page * params.entries_per_page + entry % params.entries_per_page) * key_words(width);

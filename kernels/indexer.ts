@@ -2,7 +2,7 @@
 import assert from 'node:assert/strict';
 import { indexKeyWords, PRECISION_CONSTANTS, type IndexPrecision } from './index-keys.ts';
 import { loadKernel, type Recorder } from './kernel.ts';
-import { assertShape, type Tensor } from './tensor.ts';
+import { assertShape, segmentsOf, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./indexer.wgsl', import.meta.url), ['quant', 'round', 'index-keys']);
 const LANES = 64;
@@ -30,7 +30,18 @@ export function hadamard(
   recorder.run(kernel, {
     entry: 'transform',
     tensors: { queries, step },
-    params: { heads, width, ratio: 1, entries_per_page: 1, max_pages: 1, capacity: 1, row_start: 0, topk: 0 },
+    params: {
+      heads,
+      width,
+      ratio: 1,
+      entries_per_page: 1,
+      max_pages: 1,
+      capacity: 1,
+      row_start: 0,
+      topk: 0,
+      segment_start: 0,
+      segment_count: 0,
+    },
     workgroups: [Math.ceil((rowCount * heads) / LANES)],
   });
 }
@@ -42,7 +53,7 @@ export function hadamard(
  *
  * queries      [maxRows, heads, width] f32, rotated and transformed (`hadamard`)
  * headWeights  [maxRows, heads] f32: x times weights_proj, transposed, unscaled
- * keys         [pages, entriesPerPage, indexKeyWords] u32: index keys, transformed and packed (`packKeys`)
+ * keys         [pages, entriesPerPage, indexKeyWords] u32: index keys, transformed and packed (`packKeys`); perhaps in segments
  * scores       [blockRows, maxEntries] f32, scratch. maxEntries is at least the largest n(t); rows are handled blockRows at a time
  * selected     [maxRows, topk] u32, out: entry indices, ascending
  * rows, sequences, pageTable, step: step metadata
@@ -94,14 +105,18 @@ export function selectEntries(
       capacity,
       row_start: rowStart,
       topk,
+      segment_start: 0,
+      segment_count: 0,
     };
-    recorder.run(kernel, {
-      entry: 'score',
-      constants: { PRECISION: PRECISION_CONSTANTS[precision], ROUND: `${rounding}` },
-      tensors: { queries, headWeights, keys, scores, rows, pageTable, step },
-      params,
-      workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],
-    });
+    for (const { start, count, tensor } of segmentsOf(keys)) {
+      recorder.run(kernel, {
+        entry: 'score',
+        constants: { PRECISION: PRECISION_CONSTANTS[precision], ROUND: `${rounding}` },
+        tensors: { queries, headWeights, keys: tensor, scores, rows, pageTable, step },
+        params: { ...params, segment_start: start, segment_count: count },
+        workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],
+      });
+    }
     recorder.run(kernel, {
       entry: 'select_topk',
       tensors: { scores, selected, rows, step },

@@ -12,6 +12,8 @@ struct Params {
   capacity: u32, // entries of a row of scores
   row_start: u32, // first row of this block of rows
   topk: u32,
+  segment_start: u32, // pages that `keys` holds; entries in others are left to other dispatches
+  segment_count: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -62,11 +64,16 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
 
   let width = params.width;
   var key_base: vec4u;
+  var bound: vec4<bool>;
   for (var i = 0u; i < 4u; i++) {
     let entry = min(first + i, count - 1u); // past the end: the last one again, not stored
-    let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page];
-    key_base[i] = (page * params.entries_per_page + entry % params.entries_per_page) * key_words(width);
+    // Far past the count if the page is before the segment.
+    let page = pageTable[rows[row].z * params.max_pages + entry / params.entries_per_page] - params.segment_start;
+    bound[i] = page < params.segment_count;
+    let index = select(0u, page, bound[i]) * params.entries_per_page + entry % params.entries_per_page;
+    key_base[i] = index * key_words(width);
   }
+  if (!any(bound)) { return; }
 
   let scale = 1.0 / sqrt(f32(width * params.heads));
   var total = vec4f();
@@ -114,7 +121,7 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
   }
   if (ROUND) { total = stored_vec4(total); } else { total *= scale; }
   for (var i = 0u; i < 4u; i++) {
-    if (first + i < count) { scores[id.y * params.capacity + first + i] = total[i]; }
+    if (first + i < count && bound[i]) { scores[id.y * params.capacity + first + i] = total[i]; }
   }
 }
 

@@ -181,6 +181,11 @@ export class Recorder {
       const tensor =
         binding.name === 'params' ? uniformFor(this.device, kernel, call.params ?? {}) : call.tensors[binding.name];
       if (!tensor) throw new Error(`kernel ${kernel.name}: tensor ${binding.name} is missing`);
+      if (tensor.segments || tensor.byteLength > this.device.bindingBytes) {
+        throw new RangeError(
+          `kernel ${kernel.name}: tensor ${tensor.label} of ${tensor.byteLength} bytes is more than one binding`,
+        );
+      }
       return {
         binding: binding.index,
         resource: { buffer: tensor.buffer, offset: tensor.offsetBytes, size: tensor.byteLength },

@@ -5,15 +5,18 @@
  * is accumulated by one lane in ascending k, in blocks of the weight's scale.
  */
 import { loadKernel, type Recorder } from './kernel.ts';
-import type { Dtype } from './dtype.ts';
-import { assertShape, type Tensor } from './tensor.ts';
+import { dtypeBytes, type Dtype } from './dtype.ts';
+import { assertShape, segmentsOf, type SplitUnit, type Tensor } from './tensor.ts';
 
 const kernel = loadKernel(new URL('./linear.wgsl', import.meta.url), ['quant']);
 
 /** How a weight is stored. */
 export type LinearFormat = 'f32' | 'bf16' | 'e4m3' | 'mxfp4' | 'nvfp4';
 
-/** A weight matrix [rows, columns] in checkpoint bytes, row-major, packed as dtype.ts says. */
+/**
+ * A weight matrix [rows, columns] in checkpoint bytes, row-major, packed as dtype.ts says. A large one may lie in segments
+ * of rows, its scales in segments of the same rows: cut it by `linearSplit`.
+ */
 export interface LinearWeight {
   readonly format: LinearFormat;
   /** [N, K]; dtype f32, bf16, e4m3 or (both fp4 formats) e2m1. */
@@ -62,23 +65,62 @@ export function linear(
   assertRows(x, groups * columns);
   assertRows(out, rows);
   if (rows % groups !== 0) throw new RangeError(`linear: ${rows} outputs do not split into ${groups} groups`);
-  const outputs = rows / groups;
-  const { workgroupSize, outputsPerLane, rowsPerLane } = chooseTile(recorder.device.info.software, outputs, rowCount);
-  recorder.run(kernel, {
-    overrides: { WORKGROUP_SIZE: workgroupSize },
-    constants: { R: `${outputsPerLane}u`, T: `${rowsPerLane}u`, FORMAT: formatConstant(weight) },
-    tensors: {
+  const scales = weight.scale && segmentsOf(weight.scale);
+  for (const [index, segment] of segmentsOf(weight.weight).entries()) {
+    const tensors = {
       x,
-      weight: weight.weight,
+      weight: segment.tensor,
       // Formats without scales read neither, but the bindings of the file want a buffer.
-      scale: weight.scale ?? weight.weight,
-      scale2: weight.scale2 ?? weight.weight,
+      scale: scales?.[index]!.tensor ?? segment.tensor,
+      scale2: weight.scale2 ?? segment.tensor,
       step,
       out,
-    },
-    params: { columns, outputs, groups, count_from: countFrom === 'rows' ? 0 : 2 },
-    workgroups: [Math.ceil(outputs / (workgroupSize * outputsPerLane)), Math.ceil(rowCount / rowsPerLane), groups],
-  });
+    };
+    for (const run of runsOf(segment, rows / groups, groups)) {
+      const tile = chooseTile(recorder.device.info.software, run.outputs, rowCount);
+      recorder.run(kernel, {
+        overrides: { WORKGROUP_SIZE: tile.workgroupSize },
+        constants: { R: `${tile.outputsPerLane}u`, T: `${tile.rowsPerLane}u`, FORMAT: formatConstant(weight) },
+        tensors,
+        params: {
+          columns,
+          outputs: run.outputs,
+          groups,
+          count_from: countFrom === 'rows' ? 0 : 2,
+          width: rows,
+          first_group: run.firstGroup,
+          first_output: run.firstOutput,
+          segment_start: segment.start,
+        },
+        workgroups: [
+          Math.ceil(run.outputs / (tile.workgroupSize * tile.outputsPerLane)),
+          Math.ceil(rowCount / tile.rowsPerLane),
+          run.groupCount,
+        ],
+      });
+    }
+  }
+}
+
+/** What one dispatch makes: `outputs` outputs of each of `groupCount` groups, the first of them `firstOutput`. */
+interface Run {
+  readonly firstGroup: number;
+  readonly groupCount: number;
+  readonly firstOutput: number;
+  readonly outputs: number;
+}
+
+// A whole matrix is one run. A segment that cuts through groups is one run a group: each reads its own part of x.
+function runsOf(segment: { start: number; count: number }, outputs: number, groups: number): Run[] {
+  const end = segment.start + segment.count;
+  if (segment.count === outputs * groups) return [{ firstGroup: 0, groupCount: groups, firstOutput: 0, outputs }];
+  const runs: Run[] = [];
+  for (let group = Math.floor(segment.start / outputs); group * outputs < end; group++) {
+    const firstOutput = Math.max(segment.start, group * outputs);
+    const runEnd = Math.min(end, (group + 1) * outputs);
+    runs.push({ firstGroup: group, groupCount: 1, firstOutput, outputs: runEnd - firstOutput });
+  }
+  return runs;
 }
 
 /** Outputs and rows of one lane. Of no influence on results; measured on lavapipe, where loads are what costs. */
@@ -91,6 +133,11 @@ function chooseTile(
   if (!software) return { workgroupSize: 64, outputsPerLane: 1, rowsPerLane };
   return { workgroupSize: 8, outputsPerLane: outputs <= 64 ? 4 : 8, rowsPerLane };
 }
+
+// Rows and columns under one scale of e4m3.
+const FP8_BLOCK = 128;
+// Whatever a row of weights or scales takes, a whole number of bytes, so many rows fill words.
+const WHOLE_WORD_ROWS = 4;
 
 /** The kernel's name of the format. */
 function formatConstant(weight: LinearWeight): string {
@@ -106,6 +153,16 @@ const STORAGE: Record<LinearFormat, { dtype: Dtype; columnMultiple: number }> = 
   nvfp4: { dtype: 'e2m1', columnMultiple: 16 },
 };
 
+/** Where a matrix of this size and its scales may be cut: between rows that share no scale and no word. */
+export function linearSplit(format: LinearFormat, rows: number, columns: number): SplitUnit {
+  const unitRows = Math.min(rows, format === 'e4m3' ? FP8_BLOCK : WHOLE_WORD_ROWS);
+  return {
+    rows: unitRows,
+    bytes: Math.ceil(dtypeBytes(STORAGE[format].dtype, unitRows * columns) / 4) * 4,
+    elements: unitRows * columns,
+  };
+}
+
 /**
  * Check that the weight's tensors have the shapes and types that its format says.
  *
@@ -120,7 +177,9 @@ export function assertLinearWeight({ format, weight, scale, scale2, rows, column
   if (format === 'f32' || format === 'bf16') return;
   if (!scale || (format === 'nvfp4' && !scale2))
     throw new RangeError(`weight ${weight.label}: ${format} without scale`);
-  if (format === 'e4m3') assertShape(scale, [Math.ceil(rows / 128), Math.ceil(columns / 128)], 'f32');
+  if (segmentsOf(weight).length !== segmentsOf(scale).length)
+    throw new RangeError(`weight ${weight.label}: its scales are cut elsewhere`);
+  if (format === 'e4m3') assertShape(scale, [Math.ceil(rows / FP8_BLOCK), Math.ceil(columns / FP8_BLOCK)], 'f32');
   if (format === 'mxfp4') assertShape(scale, [rows, columns / 32], 'e8m0');
   if (format === 'nvfp4') {
     assertShape(scale, [rows, columns / 16], 'e4m3');

@@ -4,9 +4,13 @@
 
 struct Params {
   columns: u32, // K
-  outputs: u32, // N / groups
-  groups: u32,
+  outputs: u32, // of one group in this dispatch
+  groups: u32, // of the whole matrix
   count_from: u32, // index into step: 0 all rows, 2 sampled rows
+  width: u32, // N
+  first_group: u32, // of this dispatch
+  first_output: u32, // of this dispatch, in [0, N)
+  segment_start: u32, // the first row of W that is in `weight` and `scale`
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
@@ -64,14 +68,15 @@ fn main(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index
   let row_count = step[params.count_from];
   let first_row = workgroup.y * T;
   if (first_row >= row_count) { return; }
-  let group = workgroup.z;
-  let first_output = workgroup.x * (WORKGROUP_SIZE * R) + lane;
+  let group = params.first_group + workgroup.z;
+  let first = workgroup.x * (WORKGROUP_SIZE * R) + lane; // output inside the group's run
+  let run_start = params.first_output + workgroup.z * params.outputs;
 
   // Lanes and rows past the end repeat the last one and store nothing.
   var n: array<u32, R>;
   var w_base: array<u32, R>;
   for (var r = 0u; r < R; r++) {
-    n[r] = group * params.outputs + min(first_output + r * WORKGROUP_SIZE, params.outputs - 1u);
+    n[r] = run_start - params.segment_start + min(first + r * WORKGROUP_SIZE, params.outputs - 1u);
     w_base[r] = n[r] * params.columns;
   }
   var x_base: array<u32, T>;
@@ -101,13 +106,12 @@ fn main(@builtin(workgroup_id) workgroup: vec3u, @builtin(local_invocation_index
     }
   }
 
-  let width = params.outputs * params.groups;
   for (var r = 0u; r < R; r++) {
-    let output = first_output + r * WORKGROUP_SIZE;
+    let output = first + r * WORKGROUP_SIZE;
     if (output < params.outputs) {
       for (var t = 0u; t < T; t++) {
         if (first_row + t < row_count) {
-          out[(first_row + t) * width + group * params.outputs + output] =
+          out[(first_row + t) * params.width + run_start + output] =
             select(sum[r][t], sum[r][t] * scale2[0], FORMAT == NVFP4);
         }
       }

@@ -111,6 +111,7 @@ export function recordAttention(
       ? {
           ratio,
           entries: cache.entries,
+          gathered: cache.gathered ?? undefined,
           selected: weights.indexer ? workspace.attention.indexer!.selected : undefined,
         }
       : undefined,

@@ -9,12 +9,14 @@
  *     page | layer 1 entries | layer 1 index keys | layer 2 entries | …        (layers without entries have no part)
  *     slot | layer 0 window | layer 1 window | tail keys | tail gates | index tail keys | index tail gates | …
  *
+ * A layer's share of all pages may be more than the adapter binds at once: it then lies in segments of whole pages.
+ *
  * Nothing needs clearing when a page or a slot changes hands: what is valid follows from positions alone.
  */
 import type { Device } from '../kernels/device.ts';
 import { indexKeyWords, type IndexPrecision } from '../kernels/index-keys.ts';
 import { Recorder } from '../kernels/kernel.ts';
-import { allocateTensor, destroyTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { allocateTensor, destroyTensor, forEachPiece, uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import { OVERLAP_RATIO, type ModelConfig, type NumericMode } from './config.ts';
 import { ReadbackPool } from './readback.ts';
 
@@ -33,6 +35,11 @@ export interface LayerCache {
   /** f32 [pages, pageTokens / ratio, d], and the tail it is made from; null in sliding layers. */
   readonly entries: Tensor | null;
   readonly tail: TailTensors | null;
+  /**
+   * f32 [rows, entries of a row, d]: what attention copies the entries of some rows into, if `entries` lies in segments;
+   * else null. All layers share its memory.
+   */
+  readonly gathered: Tensor | null;
   /** u32 [pages, pageTokens / ratio, indexKeyWords], and its tail; ratio-4 layers only. */
   readonly indexKeys: Tensor | null;
   readonly indexTail: TailTensors | null;
@@ -84,18 +91,6 @@ export function tailRows(ratio: number): number {
   return ratio === OVERLAP_RATIO ? 2 * ratio : ratio;
 }
 
-/** Pages that a cache may have at most on this device: each layer's share of all pages is bound as one. */
-export function maxPagesOf(device: Device, config: ModelConfig): number {
-  const { headDim, pageTokens } = config;
-  const indexWords = indexKeyWords(config.indexHeadDim, config.indexPrecision);
-  const shares = config.layers.map(({ ratio }) =>
-    ratio === 0 ? 0 : (pageTokens / ratio) * (ratio === OVERLAP_RATIO ? Math.max(headDim, indexWords) : headDim),
-  );
-  const { maxBufferSize, maxStorageBufferBindingSize } = device.limits;
-  const largestBytes = Math.max(...shares) * WORD_BYTES;
-  return Math.floor(Math.min(maxBufferSize, maxStorageBufferBindingSize) / Math.max(1, largestBytes));
-}
-
 /** Bytes of one page of a cache for this model, all layers. */
 export function pageBytesOf(config: ModelConfig): number {
   const { headDim, indexHeadDim, indexPrecision, pageTokens } = config;
@@ -110,14 +105,16 @@ export function pageBytesOf(config: ModelConfig): number {
 /**
  * Allocate a cache of `pageCount` pages and `slotCount` slots.
  *
- * @throws RangeError when a layer's part exceeds what the device binds at once.
+ * @throws RangeError when a layer's part of all slots, or of one page, exceeds what the device binds at once.
  */
 export function createKvCache(
   device: Device,
   config: ModelConfig,
   size: { pageCount: number; slotCount: number },
 ): KvCache {
-  const layers = config.layers.map((_, index) => allocateLayer(device, config, index, size));
+  const ungathered = config.layers.map((_, index) => allocateLayer(device, config, index, size));
+  const gathering = allocateGathered(device, config, ungathered, size.pageCount);
+  const layers = ungathered.map((layer, index): LayerCache => ({ ...layer, gathered: gathering.views[index]! }));
   // Parts of a page and of a slot in the order of their bytes. The first dimension of each tensor is the page or slot.
   const pageParts = layers.flatMap((layer) => [layer.entries, layer.indexKeys].filter((part) => part !== null));
   const slotParts = layers.flatMap(slotPartsOf);
@@ -193,6 +190,7 @@ export function createKvCache(
     destroy() {
       readback.destroy();
       for (const part of [...pageParts, ...slotParts]) destroyTensor(device, part);
+      if (gathering.memory) destroyTensor(device, gathering.memory);
       // Dawn frees the memory of destroyed buffers at the next submit.
       device.queue.submit([]);
     },
@@ -204,24 +202,62 @@ function allocateLayer(
   config: ModelConfig,
   index: number,
   size: { pageCount: number; slotCount: number },
-): LayerCache {
+): Omit<LayerCache, 'gathered'> {
   const { ratio } = config.layers[index]!;
   const { headDim, indexHeadDim, indexPrecision, pageTokens, windowTokens } = config;
-  const allocate = (name: string, shape: readonly number[], dtype: 'f32' | 'u32' = 'f32'): Tensor =>
-    allocateTensor(device, { shape, dtype, label: `cache layer ${index} ${name}` });
+  const allocate = (name: string, shape: readonly number[]): Tensor =>
+    allocateTensor(device, { shape, dtype: 'f32', label: `cache layer ${index} ${name}` });
+  const allocatePages = (name: string, entryWords: number, dtype: 'f32' | 'u32'): Tensor => {
+    const elements = (pageTokens / ratio) * entryWords;
+    return allocateTensor(device, {
+      shape: [size.pageCount, pageTokens / ratio, entryWords],
+      dtype,
+      label: `cache layer ${index} ${name}`,
+      split: { rows: 1, bytes: elements * WORD_BYTES, elements },
+    });
+  };
   const tail = (name: string, dim: number): TailTensors => {
     const shape = [size.slotCount, tailRows(ratio), ratio === OVERLAP_RATIO ? 2 * dim : dim];
     return { key: allocate(`${name} keys`, shape), gate: allocate(`${name} gates`, shape) };
   };
   const indexed = ratio === OVERLAP_RATIO;
-  const indexKeyShape = [size.pageCount, pageTokens / ratio, indexKeyWords(indexHeadDim, indexPrecision)];
   return {
     window: allocate('window', [size.slotCount, windowTokens, headDim]),
-    entries: ratio > 0 ? allocate('entries', [size.pageCount, pageTokens / ratio, headDim]) : null,
+    entries: ratio > 0 ? allocatePages('entries', headDim, 'f32') : null,
     tail: ratio > 0 ? tail('tail', headDim) : null,
-    indexKeys: indexed ? allocate('index keys', indexKeyShape, 'u32') : null,
+    indexKeys: indexed ? allocatePages('index keys', indexKeyWords(indexHeadDim, indexPrecision), 'u32') : null,
     indexTail: indexed ? tail('index tail', indexHeadDim) : null,
   };
+}
+
+// Rows that are gathered for at once: more make no step faster.
+const GATHERED_BYTES = 32 * 1024 * 1024;
+
+// One piece of memory for what layers gather, and each layer's view of it; null where entries lie in one segment.
+function allocateGathered(
+  device: Device,
+  config: ModelConfig,
+  layers: readonly Pick<LayerCache, 'entries'>[],
+  pageCount: number,
+): { memory: Tensor | null; views: (Tensor | null)[] } {
+  const { headDim, pageTokens, maxPositions, indexTopK } = config;
+  const capacities = layers.map(({ entries }, index) => {
+    if (!entries?.segments) return 0;
+    const { ratio } = config.layers[index]!;
+    const visible = Math.floor(Math.min(pageCount * pageTokens, maxPositions) / ratio);
+    return ratio === OVERLAP_RATIO ? Math.min(visible, indexTopK) : visible;
+  });
+  const largest = Math.max(...capacities);
+  if (largest === 0) return { memory: null, views: layers.map(() => null) };
+  const rowElements = largest * headDim;
+  const fitting = Math.floor(Math.min(GATHERED_BYTES, device.bindingBytes) / (rowElements * WORD_BYTES));
+  const elements = Math.max(1, fitting) * rowElements;
+  const memory = allocateTensor(device, { shape: [elements], dtype: 'f32', label: 'gathered entries' });
+  const views = capacities.map((capacity) => {
+    if (capacity === 0) return null;
+    return { ...memory, shape: [Math.floor(elements / (capacity * headDim)), capacity, headDim] };
+  });
+  return { memory, views };
 }
 
 function slotPartsOf(layer: LayerCache): Tensor[] {
@@ -253,7 +289,9 @@ function copyOut(
   for (const { parts, unit } of units) {
     for (const part of parts) {
       const partBytes = unitBytes(part);
-      recorder.copy(part.buffer, part.offsetBytes + unit * partBytes, target, offset, partBytes);
+      forEachPiece(part, { offsetBytes: unit * partBytes, byteLength: partBytes }, (piece) =>
+        recorder.copy(piece.buffer, piece.at, target, offset + piece.done, piece.byteLength),
+      );
       offset += partBytes;
     }
   }

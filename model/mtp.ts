@@ -52,7 +52,7 @@ export function allocateMtpWorkspace(device: Device, config: ModelConfig, limits
 export function allocateMtpCache(device: Device, config: ModelConfig, slotCount: number): LayerCache {
   const shape = [slotCount, config.windowTokens, config.headDim];
   const window = allocateTensor(device, { shape, dtype: 'f32', label: 'draft window' });
-  return { window, entries: null, tail: null, indexKeys: null, indexTail: null };
+  return { window, entries: null, tail: null, gathered: null, indexKeys: null, indexTail: null };
 }
 
 /**

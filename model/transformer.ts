@@ -103,7 +103,7 @@ export async function createModel(
     mtp: options.mtp ?? false,
     onProgress: (progress) => onProgress({ stage: 'weights', ...progress }),
   });
-  const limits = modelLimits(config, options);
+  const limits = modelLimits(device, config, options);
   const workspace = allocateWorkspace(device, config, limits);
   writeRopeTables(device, config, workspace);
   const mtpWorkspace = weights.mtp ? allocateMtpWorkspace(device, config, limits) : null;
@@ -113,12 +113,18 @@ export async function createModel(
 }
 
 /**
- * Run one step.
+ * Run one step, or several if the batch is larger than what the adapter binds at once.
  *
  * @returns the sampled token of every sequence that samples, in order. Rejects when the device is lost, or when a row's
  *   logits hold no usable number.
  */
 export async function forward(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[]> {
+  const tokens: number[] = [];
+  for (const step of stepsOf(model.limits, batch)) tokens.push(...(await forwardStep(model, cache, step)));
+  return tokens;
+}
+
+async function forwardStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[]> {
   const { device, workspace } = model;
   const shape = writeStep(model, cache, batch);
   const recorder = new Recorder(device);
@@ -149,13 +155,18 @@ export async function forwardLogits(
   cache: KvCache,
   batch: ForwardBatch & { readonly positions: WantedPositions },
 ): Promise<Float32Array[]> {
-  const sequences = batch.sequences.map((sequence) => ({ ...sequence, sampling: null }));
-  const shape = writeStep(model, cache, { ...batch, sequences });
-  const recorder = new Recorder(model.device);
-  const context = { recorder, config: model.config, workspace: model.workspace, shape };
-  recordLayers(context, model, cache);
-  recorder.submit();
-  return readLogits(model, context, { sequences, positions: batch.positions, head: model.weights });
+  const { phase, positions } = batch;
+  const unsampled = batch.sequences.map((sequence) => ({ ...sequence, sampling: null }));
+  const logits: Float32Array[] = [];
+  for (const { sequences } of stepsOf(model.limits, { phase, sequences: unsampled })) {
+    const shape = writeStep(model, cache, { phase, sequences });
+    const recorder = new Recorder(model.device);
+    const context = { recorder, config: model.config, workspace: model.workspace, shape };
+    recordLayers(context, model, cache);
+    recorder.submit();
+    logits.push(...(await readLogits(model, context, { sequences, positions, head: model.weights })));
+  }
+  return logits;
 }
 
 /**
@@ -244,6 +255,31 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
 }
 
 // ------------------------------------------------------------------------------------------------------------- steps
+
+// Cut a batch into steps that the workspace holds. How a sequence is cut makes no difference to what it computes.
+function* stepsOf(limits: ModelLimits, batch: ForwardBatch): Generator<ForwardBatch> {
+  const { phase } = batch;
+  let sequences: ForwardSequence[] = [];
+  let rows = 0;
+  for (const sequence of batch.sequences) {
+    const { start, tokens } = sequence;
+    let first = 0;
+    do {
+      if (rows === limits.maxRows || sequences.length === limits.maxSampled) {
+        yield { phase, sequences };
+        sequences = [];
+        rows = 0;
+      }
+      const end = Math.min(tokens.length, first + limits.maxRows - rows);
+      const chunk = Array.from({ length: end - first }, (_, index) => tokens[first + index]!);
+      const sampling = end === tokens.length ? sequence.sampling : null;
+      sequences.push({ ...sequence, start: start + first, tokens: chunk, sampling });
+      rows += end - first;
+      first = end;
+    } while (first < tokens.length);
+  }
+  yield { phase, sequences };
+}
 
 // Describe the step to the device. Everything that changes from step to step is in these tensors, so that bind groups,
 // which hold the rest, stay cached.

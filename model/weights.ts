@@ -8,9 +8,16 @@
  */
 import type { Device } from '../kernels/device.ts';
 import { decodeBf16, decodeE8m0, type Dtype } from '../kernels/dtype.ts';
-import type { ExpertWeight } from '../kernels/experts.ts';
-import type { LinearWeight } from '../kernels/linear.ts';
-import { allocateTensor, destroyTensor, tensorBytes, uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { expertSplit, type ExpertWeight } from '../kernels/experts.ts';
+import { linearSplit, type LinearWeight } from '../kernels/linear.ts';
+import {
+  allocateTensor,
+  destroyTensor,
+  tensorBytes,
+  uploadTensor,
+  type SplitUnit,
+  type Tensor,
+} from '../kernels/tensor.ts';
 import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
 import {
   CheckpointError,
@@ -257,6 +264,8 @@ interface PlaceRequest {
   readonly parts: readonly Part[];
   /** Set for scales: the label of the matrix they belong to. */
   readonly scaleOf?: string;
+  /** Where it may be cut if it is larger than one binding. */
+  readonly split?: SplitUnit;
 }
 
 type Place = (request: PlaceRequest) => Tensor;
@@ -367,6 +376,7 @@ class Inventory {
         rows,
         columns,
       };
+    const split = linearSplit(matrix.format, rows, columns);
     return {
       format: matrix.format,
       weight: this.#place({
@@ -374,8 +384,9 @@ class Inventory {
         dtype: matrix.dtype,
         shape: [rows, columns],
         parts: [whole(matrix.weight, matrix.conversion)],
+        split,
       }),
-      ...this.#scales(name, [matrix]),
+      ...this.#scales(name, [matrix], split),
       rows,
       columns,
     };
@@ -407,6 +418,7 @@ class Inventory {
     if (!first || odd || found.length < count * parts) {
       return { format: 'f32', weight: this.#place({ label, dtype: 'f32', shape, parts: [] }), ...size };
     }
+    const split = expertSplit(first.format, size);
     return {
       format: first.format,
       weight: this.#place({
@@ -414,8 +426,9 @@ class Inventory {
         dtype: first.dtype,
         shape,
         parts: found.map((one) => whole(one.weight, one.conversion)),
+        split,
       }),
-      ...this.#scales(label, found, { count, parts }),
+      ...this.#scales(label, found, split, { count, parts }),
       ...size,
     };
   }
@@ -431,13 +444,15 @@ class Inventory {
     if (stored && !conversion) this.#mistyped(stored, 'F32, BF16 or F16 (fused experts)');
     const format = stored?.dtype === 'BF16' ? 'bf16' : 'f32';
     const parts = stored && conversion ? [whole(stored, conversion)] : [];
-    return { format, weight: this.#place({ label: name, dtype: format, shape, parts }) };
+    const split = expertSplit(format, { parts: matrices.length, rows, columns });
+    return { format, weight: this.#place({ label: name, dtype: format, shape, parts, split }) };
   }
 
-  // `stack` is given for experts, whose scales are stacked like their matrices.
+  // `stack` is given for experts, whose scales are stacked like their matrices. Scales are cut where the weights are.
   #scales(
     label: string,
     matrices: readonly MatrixFormat[],
+    split: SplitUnit,
     stack?: { count: number; parts: number },
   ): Pick<LinearWeight, 'scale' | 'scale2'> {
     const { scale, scale2 } = matrices[0]!;
@@ -449,6 +464,8 @@ class Inventory {
       dtype: scale.dtype,
       shape: stack ? [stack.count, stack.parts * rows, columns] : [rows, columns],
       parts: matrices.map((matrix) => ({ ...whole(matrix.scale!.stored, matrix.scale!.conversion), finite: true })),
+      // A row of an FP8 matrix's scales is for a whole unit of its rows.
+      split: !stack && matrices[0]!.format === 'e4m3' ? { ...split, rows: 1 } : split,
     });
     if (!scale2) return { scale: scaleTensor };
     return {
@@ -459,6 +476,7 @@ class Inventory {
         dtype: 'f32',
         shape: stack ? [stack.count, stack.parts] : [1],
         parts: matrices.map((matrix) => ({ ...whole(matrix.scale2!, 'copy'), finite: true })),
+        ...(stack ? { split } : {}),
       }),
     };
   }

@@ -17,7 +17,7 @@ export interface ModelLimits {
   readonly maxPositions: number;
   /** Pages of the longest sequence. */
   readonly maxPages: number;
-  /** Rows whose logits one step can make. */
+  /** Rows that one step can sample, or whose logits it can make. */
   readonly maxSampled: number;
 }
 
@@ -112,25 +112,48 @@ export interface Workspace {
   readonly tokens: Tensor;
 }
 
-// Scratch that grows with rows times keys is cut at this size; kernels then go through the rows block by block.
+// Scratch that grows with rows times keys is cut at this size, or at what the adapter binds; kernels then go through the rows block by block.
 const SCRATCH_BYTES = 32 * 1024 * 1024;
 // Logits of one step: enough for every sequence, and as many rows as fit for the tools.
 const LOGITS_BYTES = 64 * 1024 * 1024;
 
-/** Limits of a workspace, derived from what the caller asks for. */
+/**
+ * Limits of a workspace, derived from what the caller asks for and from what the adapter binds at once: `forward` runs
+ * larger batches as several steps.
+ */
 export function modelLimits(
+  device: Device,
   config: ModelConfig,
   asked: { maxRows: number; maxSequences: number; maxPositions: number },
 ): ModelLimits {
   const maxPositions = Math.min(asked.maxPositions, config.maxPositions);
-  const maxRows = Math.max(asked.maxRows, asked.maxSequences);
+  const rowsThatBind = (elements: number): number => Math.floor(device.bindingBytes / (4 * elements));
+  const maxRows = Math.min(Math.max(asked.maxRows, asked.maxSequences), rowsThatBind(widestRow(config)));
   return {
     maxRows,
     maxSequences: asked.maxSequences,
     maxPositions,
     maxPages: Math.ceil(maxPositions / config.pageTokens),
-    maxSampled: Math.max(asked.maxSequences, Math.min(maxRows, Math.floor(LOGITS_BYTES / (4 * config.vocabSize)))),
+    maxSampled: Math.min(
+      maxRows,
+      rowsThatBind(config.vocabSize),
+      Math.max(asked.maxSequences, Math.floor(LOGITS_BYTES / (4 * config.vocabSize))),
+    ),
   };
+}
+
+// Elements of the largest thing that the workspace holds once a row.
+function widestRow(config: ModelConfig): number {
+  const { hiddenSize, streams, heads, headDim, indexHeads, indexHeadDim, outputGroups, outputRank } = config;
+  return Math.max(
+    streams * hiddenSize,
+    heads * headDim,
+    indexHeads * indexHeadDim,
+    outputGroups * outputRank,
+    config.expertsPerToken * Math.max(hiddenSize, config.expertHiddenSize),
+    config.indexTopK,
+    config.experts,
+  );
 }
 
 /** Allocate everything. It lives as long as the device. The rotation tables are still to be filled: `writeRopeTables`. */
@@ -190,7 +213,7 @@ function allocateAttention(
   const ratios = [...new Set(config.layers.map((layer) => layer.ratio))].filter((ratio) => ratio > 0);
   const maxEntries = Math.max(1, Math.floor(maxPositions / OVERLAP_RATIO));
   const rowsThatFit = (rowBytes: number): number =>
-    Math.max(1, Math.min(maxRows, Math.floor(SCRATCH_BYTES / rowBytes)));
+    Math.max(1, Math.min(maxRows, Math.floor(Math.min(SCRATCH_BYTES, device.bindingBytes) / rowBytes)));
   const maxKeys = mostKeys(config, maxPositions);
   return {
     queryRank: allocate('query rank', [maxRows, config.queryRank]),

@@ -865,24 +865,15 @@ export function resolveConfig(argv: readonly string[], env: Readonly<Record<stri
  */
 export function choosePageCount(
   limits: Pick<SchedulerLimits, 'kvPages' | 'kvMemoryBytes' | 'pageTokens' | 'maxRunningRequests'>,
-  sizes: { contextTokens: number; pageBytes: number; maxPages: number },
+  sizes: { contextTokens: number; pageBytes: number },
 ): number {
   const sequencePages = Math.ceil(sizes.contextTokens / limits.pageTokens);
-  const fitting = Math.min(Math.floor(limits.kvMemoryBytes / sizes.pageBytes), sizes.maxPages);
+  const fitting = Math.floor(limits.kvMemoryBytes / sizes.pageBytes);
   const pageCount = limits.kvPages ?? Math.min(limits.maxRunningRequests * sequencePages, fitting);
-  if (pageCount > sizes.maxPages) {
-    throw new ConfigError(null, [
-      `this adapter binds at most ${sizes.maxPages} KV pages of this model, ${flagOf('kvPages')} says ${pageCount}`,
-    ]);
-  }
   if (pageCount < sequencePages) {
-    const remedy =
-      sizes.maxPages < sequencePages
-        ? `this adapter binds at most ${sizes.maxPages}; lower ${flagOf('contextLength')}`
-        : `raise ${flagOf('kvMemory')} or ${flagOf('kvPages')}, or lower ${flagOf('contextLength')}`;
     throw new ConfigError(null, [
       `${pageCount} KV pages of ${sizes.pageBytes} bytes are too few: one sequence of ${sizes.contextTokens} tokens ` +
-        `needs ${sequencePages}; ${remedy}`,
+        `needs ${sequencePages}; raise ${flagOf('kvMemory')} or ${flagOf('kvPages')}, or lower ${flagOf('contextLength')}`,
     ]);
   }
   return pageCount;

@@ -6,7 +6,7 @@
  */
 import { openDevice, type Device } from '../kernels/device.ts';
 import { loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
-import { createKvCache, maxPagesOf, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
+import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import { forward, loadModel, type Model } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
 import type { PageId } from '../transfer/messages.ts';
@@ -23,8 +23,8 @@ export interface EngineOptions {
   readonly contextTokens?: number;
   /** Tokens of one page, what is rounded, how index keys are stored; the model's own where left out. */
   readonly choices?: ConfigChoices;
-  /** Pages of the cache, decided once the size of a page is known, and how many the adapter binds. */
-  readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number; maxPages: number }) => number;
+  /** Pages of the cache, decided once the size of a page is known. */
+  readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
   readonly slotCount: number;
   readonly onProgress?: (progress: LoadProgress) => void;
 }
@@ -74,11 +74,7 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
   const contextTokens = options.contextTokens ?? config.maxPositions;
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
-    const pageCount = options.choosePageCount({
-      contextTokens,
-      pageBytes: pageBytesOf(config),
-      maxPages: maxPagesOf(device, config),
-    });
+    const pageCount = options.choosePageCount({ contextTokens, pageBytes: pageBytesOf(config) });
     const model = await loadModel(device, options.modelDir, {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,

@@ -171,7 +171,7 @@ function workspaceBytes(
   asked: { maxRows: number; maxSequences: number; maxPositions: number },
 ): number {
   const device = countingDevice();
-  allocateWorkspace(device, config, modelLimits(config, asked));
+  allocateWorkspace(device, config, modelLimits(device, config, asked));
   return device.allocatedBytes;
 }
 

@@ -11,6 +11,9 @@ const FROM_RING: u32 = 0u;
 const FROM_CHUNK: u32 = 1u;
 const FROM_ENTRIES: u32 = 2u;
 
+// `entries` is not the pool of pages but what gather.wgsl copied out of it for this block of rows.
+const GATHERED: bool = false;
+
 struct Keys {
   ring_end: u32, // keys [0, ring_end) are ring rows of positions window_start + key
   window_end: u32, // keys [ring_end, window_end) are rows of kv
@@ -21,6 +24,7 @@ struct Keys {
   page_base: u32,
   selected_base: u32,
   chosen: bool, // entries go through `selected`
+  gathered_base: u32, // first entry of the row in `entries` if that is gathered
 }
 
 fn locate_keys(row: u32) -> Keys {
@@ -36,6 +40,7 @@ fn locate_keys(row: u32) -> Keys {
   keys.selected_base = row * params.topk;
   keys.chosen = params.topk != 0u && visible_entries(position) > params.topk;
   keys.end = key_count(position);
+  keys.gathered_base = (row - params.row_start) * params.gathered_entries;
   return keys;
 }
 
@@ -63,6 +68,7 @@ fn key_base(keys: Keys, source: u32, key: u32) -> u32 {
   }
   if (source == FROM_CHUNK) { return (key + keys.kv_offset) * params.head_dim; }
   var entry = key - keys.window_end;
+  if (GATHERED) { return (keys.gathered_base + entry) * params.head_dim; }
   if (keys.chosen) { entry = selected[keys.selected_base + entry]; }
   let page = pageTable[keys.page_base + entry / params.entries_per_page];
   return (page * params.entries_per_page + entry % params.entries_per_page) * params.head_dim;

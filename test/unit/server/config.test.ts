@@ -338,24 +338,16 @@ test('a config is frozen at every depth', () => {
   assert.ok(Object.isFrozen(config) && Object.isFrozen(config.limits) && Object.isFrozen(config.deadlines));
 });
 
-test('the page pool holds all running requests, within the memory it may take and what the adapter binds', () => {
+test('the page pool holds all running requests, within the memory it may take', () => {
   const limits = { kvPages: null, kvMemoryBytes: 2 ** 30, pageTokens: 128, maxRunningRequests: 64 };
-  const sizes = { contextTokens: 4096, pageBytes: 65_536, maxPages: 8192 };
+  const sizes = { contextTokens: 4096, pageBytes: 65_536 };
   assert.equal(choosePageCount(limits, sizes), 64 * 32);
   assert.equal(choosePageCount(limits, { ...sizes, contextTokens: 4097 }), 64 * 33);
   assert.equal(choosePageCount({ ...limits, kvMemoryBytes: 2 ** 26 }, sizes), 1024);
-  assert.equal(choosePageCount({ ...limits, maxRunningRequests: 1024 }, { ...sizes, pageBytes: 1024 }), 8192);
+  assert.equal(choosePageCount({ ...limits, maxRunningRequests: 1024 }, { ...sizes, pageBytes: 1024 }), 32_768);
   assert.equal(choosePageCount({ ...limits, kvPages: 40 }, sizes), 40);
   assert.throws(
     () => choosePageCount({ ...limits, kvPages: 31 }, sizes),
     /31 KV pages of 65536 bytes are too few: one sequence of 4096 tokens needs 32; raise --kv-memory or --kv-pages/,
-  );
-  assert.throws(
-    () => choosePageCount({ ...limits, kvPages: 8193 }, sizes),
-    /this adapter binds at most 8192 KV pages of this model, --kv-pages says 8193/,
-  );
-  assert.throws(
-    () => choosePageCount(limits, { ...sizes, maxPages: 31 }),
-    /needs 32; this adapter binds at most 31; lower --context-length/,
   );
 });
