@@ -833,5 +833,5 @@ export const kernelCases: readonly KernelCase[] = [
 /** The largest buffer that a kernel can see whole, in bytes. */
 export function bindableBytes(device: Device): number {
   // 256: everything that is allocated by this number should divide evenly.
-  return Math.floor(Math.min(device.limits.maxBufferSize, device.limits.maxStorageBufferBindingSize) / 256) * 256;
+  return Math.floor(device.bindingBytes / 256) * 256;
 }
