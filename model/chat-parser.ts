@@ -58,6 +58,7 @@ type Marker =
   | 'parameterStart'
   | 'parameterEnd'
   | 'headerEnd'
+  | 'stray'
   | 'anyTag';
 
 /** `<｜DSML｜` in its four ways, then `rest`; with `slash` a closing tag. */
@@ -100,12 +101,17 @@ const BLOCK_ENDS = [...tags('tool_calls>', '/'), ...tags('calls>', '/')];
 const INVOKE_STARTS = tags('invoke name=');
 const INVOKE_ENDS = tags('invoke>', '/');
 const PARAMETER_STARTS = tags('parameter name=');
-const OPENERS = { blockStart: withBreak(BLOCK_STARTS), invokeStart: withBreak(INVOKE_STARTS) };
+/** What begins a block, and closing tags that close nothing, which are no text either. */
+const OUTSIDE = {
+  blockStart: withBreak(BLOCK_STARTS),
+  invokeStart: withBreak(INVOKE_STARTS),
+  stray: [...BLOCK_ENDS, ...INVOKE_ENDS, ...tags('parameter>', '/')],
+};
 
 const IN_REASONING = markers({ thinkEnd: [CHAT_TOKENS.thinkEnd] });
-const IN_REASONING_WITH_TOOLS = markers({ thinkEnd: [CHAT_TOKENS.thinkEnd], ...OPENERS });
+const IN_REASONING_WITH_TOOLS = markers({ thinkEnd: [CHAT_TOKENS.thinkEnd], ...OUTSIDE });
 const IN_CONTENT = markers({});
-const IN_CONTENT_WITH_TOOLS = markers(OPENERS);
+const IN_CONTENT_WITH_TOOLS = markers(OUTSIDE);
 const IN_BLOCK = markers({ invokeStart: INVOKE_STARTS, blockEnd: BLOCK_ENDS });
 /** A header ends with its last attribute's quote and the bracket; any tag says that this one was left unfinished. */
 const IN_HEADER = markers({
@@ -126,7 +132,7 @@ const IN_PARAMETER = new Map(
   }),
 );
 /** What tells an unfinished tag at the end of an answer from a lone `<` or `<|`. */
-const TAG_BEGINNING = /<(?:｜|\|D)/;
+const TAG_BEGINNING = /<\/?(?:｜|\|D)/;
 
 class Parser implements ChatParser {
   toolCallCount = 0;
@@ -243,6 +249,7 @@ class Parser implements ChatParser {
 
   /** Enter the tool block. An invoke without the wrapper opens it too. */
   #openBlock(marker: Marker): void {
+    if (marker === 'stray') return;
     this.#state = marker === 'invokeStart' ? 'invokeName' : 'block';
   }
 

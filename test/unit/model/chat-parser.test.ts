@@ -50,6 +50,11 @@ test('content and reasoning are told apart by how the prompt ended', () => {
     [CHAT, '<｜｜DSML｜｜tool_calls> <｜｜DSML｜｜invoke', '', '<｜｜DSML｜｜tool_calls> <｜｜DSML｜｜invoke'],
     [CHAT, 'x <| y <|D |> <｜DSML｜call> <｜DSML｜  calls>', '', 'x <| y <|D |> <｜DSML｜call> <｜DSML｜  calls>'],
     [CHAT, 'f <|', '', 'f <|'],
+    // Closing tags that close nothing are no text.
+    [CHAT, 'a</｜DSML｜tool_calls>b</｜DSML｜ invoke>\n</|DSML|parameter>', '', 'ab\n'],
+    [THINKING, 'a</｜DSML｜invoke>b</think>c', 'ab', 'c'],
+    [CHAT, 'a</｜DSML｜par', '', 'a'],
+    [CHAT, 'a</｜DSML｜other> </', '', 'a</｜DSML｜other> </'],
     [CHAT, '', '', ''],
   ];
   for (const [options, text, reasoning, content] of rows) {
@@ -422,14 +427,18 @@ test('well-formed answers are read like the official parser does, under every sp
   );
 });
 
+const OPENING = /<(｜DSML｜|\|DSML\|) ?((tool_)?calls>|invoke name=)/g;
+const CLOSING = /<\/(｜DSML｜|\|DSML\|) ?((tool_)?calls|invoke|parameter)>/g;
+const openingCount = (text: string) => [...text.matchAll(OPENING)].length;
+
 test('any text gives complete calls with JSON objects, no opening tag as text and no empty delta', () => {
   let callCount = 0;
   fc.assert(
     fc.property(soup, fc.boolean(), (text, thinking) => {
       const answer = parse(text, { thinking, tools: true });
-      for (const shown of [answer.reasoning, answer.content]) {
-        assert.doesNotMatch(shown, /<(｜DSML｜|\|DSML\|) ?((tool_)?calls>|invoke name=)/);
-      }
+      // A closing tag left out between two halves of an opening one makes it whole: nobody writes that.
+      const isJoined = openingCount(text.replaceAll(CLOSING, '')) > openingCount(text);
+      assert.equal(isJoined ? 0 : openingCount(answer.reasoning) + openingCount(answer.content), 0);
       for (const call of answer.calls.slice(0, answer.complete)) {
         assert.match(call.arguments, /^\{/);
         assert.equal(typeof JSON.parse(call.arguments), 'object');

@@ -45,6 +45,17 @@ test('texts become the ids that the Rust library gives', () => {
   for (const [text, ids] of REFERENCE_IDS) assert.deepEqual(tokenizer.encode(text), ids, JSON.stringify(text));
 });
 
+test('texts of awkward characters become the ids that the Rust library gives', () => {
+  // Lines of [text, ids] by tokenizers 0.23.2: blanks of every kind, marks, digits, several scripts, added tokens.
+  const lines = readFileSync('test/data/tokenizer-ids.jsonl', 'utf8').trim().split('\n');
+  assert.ok(lines.length > 250);
+  for (const line of lines) {
+    const [text, ids] = JSON.parse(line) as [string, number[]];
+    assert.deepEqual(tokenizer.encode(text), ids, line);
+    assert.equal(tokenizer.decode(ids), text);
+  }
+});
+
 test('a text that is not trusted holds no special token, and is cut into words as if it stood alone', () => {
   const plain = (text: string) => tokenizer.encode([{ text, trusted: false }]);
   for (const [text, ids] of REFERENCE_IDS) {

@@ -1,0 +1,147 @@
+/**
+ * A stream is the body in pieces: for any output of the model, any split of its tokens into steps and any way to ask,
+ * what a client puts together from the chunks is what it would have got as a whole.
+ */
+import assert from 'node:assert/strict';
+import { after, test } from 'node:test';
+import fc from 'fast-check';
+import { assemble, chunksOf, openApp, tokenizer } from '../support/ask.ts';
+
+const app = openApp();
+after(() => app.close());
+
+const seed = Number(process.env['FC_SEED'] ?? 20_261_129);
+
+/** Markup whole, broken and in the wrong place, between text of every kind. */
+const call =
+  '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">2.50</｜DSML｜parameter>\n</｜DSML｜invoke>\n';
+const fragments = [
+  call,
+  call,
+  `\n\n<｜DSML｜tool_calls>\n${call}${call}</｜DSML｜tool_calls>`,
+  'a',
+  ' word',
+  '\n',
+  '\n\n',
+  '<',
+  '</',
+  '>',
+  '"',
+  '\\',
+  '世',
+  '😀',
+  'é',
+  'STOP',
+  'ST',
+  '12',
+  '{"a": 1.0}',
+  '<think>',
+  '</think>',
+  '</thi',
+  '<｜User｜>',
+  '<｜DSML｜',
+  '｜DSML｜',
+  '<|DSML|tool_calls>',
+  '\n\n<｜DSML｜tool_calls>\n',
+  '<｜DSML｜ calls>\n',
+  '</｜DSML｜tool_calls>',
+  '<｜DSML｜invoke name="add">\n',
+  '<｜DSML｜invoke name="no',
+  '</｜DSML｜invoke>\n',
+  '<｜DSML｜parameter name="n" string="false">1.0</｜DSML｜parameter>\n',
+  '<｜DSML｜parameter name="s" string="true">a\n"b" </x></｜DSML｜parameter>\n',
+  '<｜DSML｜parameter name="t" string="true">',
+];
+const written = fc.array(fc.constantFrom(...fragments), { maxLength: 16 }).map((parts) => parts.join(''));
+/** Tokens of text, some of them cut short so that a character stays incomplete. */
+const output = fc.record({
+  text: written,
+  lost: fc.constantFrom(0, 0, 1, 3),
+  outcome: fc.constantFrom('stop' as const, 'length' as const),
+  steps: fc.array(fc.integer({ min: 1, max: 9 }), { minLength: 1, maxLength: 2 }),
+});
+const request = fc.record({
+  thinking: fc.boolean(),
+  tools: fc.constantFrom('none', 'given', 'given', 'unwanted'),
+  parallel: fc.boolean(),
+  stop: fc.constantFrom(null, 'STOP', ['STOP', '\n\n'], ['a']),
+  maxTokens: fc.constantFrom(null, null, 5, 60),
+  separate: fc.boolean(),
+});
+
+const tools = [{ type: 'function', function: { name: 'add' } }];
+
+interface Body {
+  choices: {
+    message: {
+      content: string | null;
+      reasoning_content?: string;
+      tool_calls?: { type: string; function: { name: string; arguments: string } }[];
+    };
+    finish_reason: string;
+    matched_stop: unknown;
+  }[];
+  usage: object;
+}
+
+test(`chunks put together are the body, for any output and any split (seed ${seed})`, async () => {
+  let callCount = 0;
+  let reasoningCount = 0;
+  await fc.assert(
+    fc.asyncProperty(request, fc.array(output, { minLength: 1, maxLength: 2 }), async (way, outputs) => {
+      const body = {
+        messages: [{ role: 'user', content: 'q' }],
+        n: outputs.length,
+        chat_template_kwargs: { thinking: way.thinking },
+        ...(way.tools === 'none' ? {} : { tools, parallel_tool_calls: way.parallel }),
+        ...(way.tools === 'unwanted' ? { tool_choice: 'none' } : {}),
+        ...(way.stop === null ? {} : { stop: way.stop }),
+        ...(way.maxTokens === null ? {} : { max_tokens: way.maxTokens }),
+        separate_reasoning: way.separate,
+      };
+      const whole = outputs.map(({ text, lost, outcome }) => {
+        const ids = tokenizer.encode(text);
+        return {
+          ids: [...ids.slice(0, ids.length - lost), ...(outcome === 'stop' ? [tokenizer.eosId] : [])],
+          outcome,
+        };
+      });
+      const asWhole = JSON.parse((await app.post('/v1/chat/completions', body, ...whole)).body) as Body;
+      const expected = asWhole.choices.map(({ message, finish_reason: finish }) => ({
+        content: message.content ?? '',
+        reasoning: message.reasoning_content ?? '',
+        calls: (message.tool_calls ?? []).map(({ type, function: called }) => ({ type, ...called })),
+        finishes: [finish],
+      }));
+      for (const { calls, reasoning } of expected) {
+        callCount += calls.length;
+        if (reasoning !== '') reasoningCount++;
+      }
+
+      const longest = Math.max(...outputs.map(({ steps }) => steps.length));
+      for (let turn = 0; turn < longest; turn++) {
+        const split = whole.map((each, index) => {
+          const { steps } = outputs[index]!;
+          return { ...each, step: steps[turn % steps.length]! };
+        });
+        const streamed = await app.post(
+          '/v1/chat/completions',
+          { ...body, stream: true, stream_options: { include_usage: true } },
+          ...split,
+        );
+        const chunks = chunksOf(streamed.body);
+        const found = assemble(chunks).map(({ calls, ...rest }) => ({
+          ...rest,
+          calls: calls.map(({ id: _, ...call }) => call),
+        }));
+        assert.deepEqual(found, expected);
+        const last = chunks.at(-1) as unknown as { choices: []; usage: object };
+        assert.deepEqual([last.choices, last.usage], [[], asWhole.usage]);
+      }
+      const shown = JSON.stringify(expected.map(({ content, reasoning }) => [content, reasoning]));
+      if (way.tools !== 'none') assert.doesNotMatch(shown, /<.DSML. ?((tool_)?calls>|invoke name=)/);
+    }),
+    { seed, numRuns: 200 },
+  );
+  assert.ok(callCount > 40 && reasoningCount > 40, `only ${callCount} calls and ${reasoningCount} with reasoning`);
+});
