@@ -5,7 +5,7 @@
  * transformers saves (`layer_types`, `compress_rates`, `rope_parameters`). Everything that the forward pass does not
  * implement is refused here, so that no checkpoint runs silently wrong.
  */
-import { readFileSync } from 'node:fs';
+import { readFileSync, statSync } from 'node:fs';
 import { join } from 'node:path';
 import type { IndexPrecision } from '../kernels/index-keys.ts';
 
@@ -106,6 +106,16 @@ export const DEFAULT_INDEX_PRECISION: IndexPrecision = 'f32';
 const PAGE_TOKENS = 128;
 // A ratio that needs larger pages than this is a mistake.
 const MAX_PAGE_TOKENS = 4096;
+// A config is some kB; more is an attempt to exhaust memory.
+const MAX_CONFIG_BYTES = 16 * 1024 * 1024;
+// Sizes that no tensor's shape confirms, and that would take memory or time without end. Far above every release.
+const LARGEST: readonly (readonly [size: (config: ModelConfig) => number, field: string, largest: number])[] = [
+  [(config) => config.layers.length, 'num_hidden_layers', 1024],
+  [(config) => config.maxPositions, 'max_position_embeddings', 2 ** 24],
+  [(config) => config.windowTokens, 'sliding_window', 2 ** 16],
+  [(config) => config.indexTopK, 'index_topk', 2 ** 20],
+  [(config) => config.sinkhornIterations, 'hc_sinkhorn_iters', 1000],
+];
 
 /**
  * Read `config.json` of a checkpoint directory.
@@ -116,6 +126,10 @@ export function loadModelConfig(directory: string, choices: ConfigChoices = {}):
   const path = join(directory, 'config.json');
   let text: string;
   try {
+    const stats = statSync(path);
+    const { size } = stats;
+    if (!stats.isFile()) throw new Error('it is not a regular file');
+    if (size > MAX_CONFIG_BYTES) throw new Error(`it has ${size} bytes, at most ${MAX_CONFIG_BYTES} are allowed`);
     text = readFileSync(path, 'utf8');
   } catch (cause) {
     throw new ConfigError('(file)', `cannot be read at ${path}: ${(cause as Error).message}`);
@@ -456,6 +470,9 @@ function checkShapes(config: ModelConfig): void {
   const check = (holds: boolean, field: string, problem: string): void => {
     if (!holds) throw new ConfigError(field, problem);
   };
+  for (const [size, field, largest] of LARGEST) {
+    check(size(config) <= largest, field, `expected at most ${largest}, found ${size(config)}`);
+  }
   const { heads, headDim, ropeDim, indexHeadDim } = config;
   check(
     ropeDim % 2 === 0 && ropeDim > 0 && ropeDim <= headDim,

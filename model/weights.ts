@@ -401,6 +401,13 @@ class Inventory {
     const size = { experts: count, parts, rows, columns };
     const fused = this.#fused(args);
     if (fused) return { ...fused, ...size };
+    if (count > this.#tensors.size) {
+      // Each would be a fault of its own, and the number comes from a stranger.
+      this.#faults.push(
+        `${label}: the config asks for ${count} experts, the checkpoint has ${this.#tensors.size} tensors`,
+      );
+      return { format: 'f32', weight: this.#place({ label, dtype: 'f32', shape, parts: [] }), ...size };
+    }
     const found: MatrixFormat[] = [];
     for (let expert = 0; expert < count; expert++) {
       for (const matrix of matrices) {

@@ -1,5 +1,8 @@
 /** config.json in its three spellings, and every fault named by its field. */
 import assert from 'node:assert/strict';
+import { mkdirSync, mkdtempSync, rmSync, truncateSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
 import { ConfigError, loadModelConfig, parseModelConfig, type ModelConfig } from '../../../model/config.ts';
@@ -247,6 +250,11 @@ describe('a fault names its field', () => {
     ['an end token past the vocabulary', { eos_token_id: 129280 }, 'eos_token_id'],
     ['two end tokens', { eos_token_id: [1, 2] }, 'eos_token_id'],
     ['no clamp', { swiglu_limit: 0 }, 'swiglu_limit'],
+    ['layers without end', { num_hidden_layers: 2000, compress_ratios: Array(2000).fill(0) }, 'num_hidden_layers'],
+    ['positions without end', { max_position_embeddings: 2 ** 40 }, 'max_position_embeddings'],
+    ['a window without end', { sliding_window: 2 ** 40 }, 'sliding_window'],
+    ['a selection without end', { index_topk: 2 ** 40 }, 'index_topk'],
+    ['iterations without end', { hc_sinkhorn_iters: 2 ** 40 }, 'hc_sinkhorn_iters'],
   ];
   for (const [name, change, field] of faults) {
     test(name, () => {
@@ -287,5 +295,17 @@ describe('a fault names its field', () => {
   test('what is no object, no JSON or no file', () => {
     for (const json of [null, [], 'config', 7]) assert.throws(() => parseModelConfig(json), ConfigError);
     assert.throws(() => loadModelConfig('/no/such/directory'), /config\.json: \(file\): cannot be read/);
+    const directory = mkdtempSync(join(tmpdir(), 'handoff-config-'));
+    const path = join(directory, 'config.json');
+    try {
+      mkdirSync(path);
+      assert.throws(() => loadModelConfig(directory), /it is not a regular file/);
+      rmSync(path, { recursive: true });
+      writeFileSync(path, '{}');
+      truncateSync(path, 2 ** 40); // a sparse file: it takes no space
+      assert.throws(() => loadModelConfig(directory), /it has 1099511627776 bytes, at most 16777216 are allowed/);
+    } finally {
+      rmSync(directory, { recursive: true });
+    }
   });
 });

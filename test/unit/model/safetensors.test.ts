@@ -5,8 +5,15 @@ import { mkdtempSync, openSync, closeSync, ftruncateSync, rmSync, writeFileSync,
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, describe, test } from 'node:test';
-import { CheckpointError, memorySource, openCheckpoint, parseIndex } from '../../../model/safetensors.ts';
+import {
+  CheckpointError,
+  memorySource,
+  openCheckpoint,
+  parseIndex,
+  type TensorSource,
+} from '../../../model/safetensors.ts';
 import { safetensorsBytes, type StoredEntry } from '../../support/checkpoints.ts';
+import { createPrng } from '../../support/prng.ts';
 
 const root = mkdtempSync(join(tmpdir(), 'handoff-safetensors-'));
 after(() => rmSync(root, { recursive: true }));
@@ -156,6 +163,73 @@ describe('a hostile file is refused:', () => {
       await assert.rejects(openCheckpoint(directory), /not a regular file/);
     }
   });
+});
+
+const SEED = Number(process.env['HANDOFF_SEED'] ?? 20260424);
+
+test(`seed ${SEED}: of a damaged file nothing is believed that its bytes do not bear out`, async (t) => {
+  const random = createPrng(SEED);
+  const below = (count: number): number => Math.floor(random() * count);
+  const sound = safetensorsBytes([entry('a', 6), entry('layers.0.attn.wq_a.weight', 9), entry('b', 3)]);
+  const headerEnd = 8 + Number(sound.readBigUInt64LE());
+  const pieces = [
+    '9',
+    '0',
+    '-',
+    '"',
+    '[',
+    ']',
+    '{',
+    '}',
+    ',',
+    ':',
+    'e',
+    '1e99',
+    'null',
+    '"a"',
+    '\\u0000',
+    '"U8"',
+    '[]',
+  ];
+  const path = join(directoryWith({}), 'model.safetensors');
+  let accepted = 0;
+  for (let round = 0; round < 1000; round++) {
+    let bytes = Buffer.from(sound);
+    for (let change = 0; change <= below(3); change++) {
+      const at = below(headerEnd);
+      const kind = below(5);
+      if (kind === 0) bytes[at] = below(256);
+      else if (kind === 1) bytes = bytes.subarray(0, below(bytes.byteLength));
+      else if (kind === 2) bytes = Buffer.concat([bytes, Buffer.alloc(below(9))]);
+      else {
+        // Another piece of JSON in place of some of it, with a length that fits or does not.
+        const piece = Buffer.from(pieces[below(pieces.length)]!);
+        bytes = Buffer.concat([bytes.subarray(0, at), piece, bytes.subarray(at + below(piece.byteLength + 2))]);
+        if (kind === 3 && bytes.byteLength >= 8) bytes.writeBigUInt64LE(BigInt(below(headerEnd + 4)));
+      }
+    }
+    writeFileSync(path, bytes);
+    let source: TensorSource;
+    try {
+      source = await openCheckpoint(join(path, '..'));
+    } catch (error) {
+      assert.ok(error instanceof CheckpointError, `round ${round}: ${String((error as Error).stack)}`);
+      continue;
+    }
+    accepted++;
+    const spans = [...source.tensors.values()].toSorted(
+      (left, right) => left.start - right.start || left.end - right.end,
+    );
+    let end = 8 + Number(bytes.readBigUInt64LE());
+    for (const tensor of spans) {
+      assert.equal(tensor.start, end, `round ${round}`);
+      end = tensor.end;
+    }
+    assert.equal(end, bytes.byteLength, `round ${round}`);
+    await source.close();
+  }
+  t.diagnostic(`${accepted} accepted`);
+  assert.ok(accepted > 10, `${accepted} damages changed nothing that matters, such as a letter of a name`);
 });
 
 describe('an index is refused', () => {

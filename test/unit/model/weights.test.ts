@@ -301,6 +301,14 @@ describe('a checkpoint that does not fit is refused:', () => {
     assert.throws(() => checkNarrow(experts), /w1\.weight is I8 in rows of 34, a multiple of 32 is needed/);
   });
 
+  test('experts without end, without counting them', () => {
+    const absurd = { ...config, experts: 2 ** 40 };
+    assert.throws(
+      () => checkCheckpoint(absurd, memorySource(sound)),
+      /layers\.0\.ffn\.experts\.\*\.w1\+w3: the config asks for 1099511627776 experts, the checkpoint has \d+ tensors/,
+    );
+  });
+
   test('with all faults at once, and not without end', () => {
     assert.throws(() => check([]), /embed\.weight.*\n.*layers\.0\.hc_attn_fn[\s\S]*and \d+ more/);
   });
