@@ -229,7 +229,7 @@ test(`seed ${SEED}: of a damaged file nothing is believed that its bytes do not 
     await source.close();
   }
   t.diagnostic(`${accepted} accepted`);
-  assert.ok(accepted > 10, `${accepted} damages changed nothing that matters, such as a letter of a name`);
+  assert.ok(accepted > 3, `${accepted} damages changed nothing that matters, such as a letter of a name`);
 });
 
 describe('an index is refused', () => {
