@@ -18,8 +18,11 @@ import type { ChatDelta } from './chat.ts';
 export interface ChatParser {
   /** Deltas that `text`, the next piece of the output without the end token, completes. Neighbours are merged. */
   push(text: string): ChatDelta[];
-  /** Deltas of the text still held back. Markup of a truncated tool block is dropped; open JSON stays open. */
-  end(): ChatDelta[];
+  /**
+   * Deltas of the text still held back. Markup of a truncated tool block is dropped, open JSON stays open. Where the
+   * model ended by itself (`stopped`), a call that lacks nothing but its closing tags is complete.
+   */
+  end(stopped: boolean): ChatDelta[];
   /** Tool calls read to their end so far: above 0, the answer's finish reason is `tool_calls`. */
   readonly toolCallCount: number;
 }
@@ -134,6 +137,9 @@ const IN_PARAMETER = new Map(
 /** What tells an unfinished tag at the end of an answer from a lone `<` or `<|`. */
 const TAG_BEGINNING = /<\/?(?:｜|\|D)/;
 
+/** The beginning of a tag that is no closing one. */
+const OPEN_TAG = /^<(?!\/)/;
+
 class Parser implements ChatParser {
   toolCallCount = 0;
   readonly #tools: boolean;
@@ -163,11 +169,14 @@ class Parser implements ChatParser {
     return this.#takeDeltas();
   }
 
-  end(): ChatDelta[] {
+  end(stopped: boolean): ChatDelta[] {
     // Inside a block nothing held back is text. Before one, the tail is text unless a tag has clearly begun.
     const text = this.#tools && TAG_BEGINNING.test(this.#buffer) ? '' : this.#buffer;
     if (this.#state === 'start' || this.#state === 'reasoning') this.#emitText('reasoning', text);
     else if (this.#state === 'content') this.#emitText('content', text);
+    else if (this.#state === 'invoke' && stopped && !OPEN_TAG.test(this.#buffer) && this.#holdsArguments()) {
+      this.#endCall();
+    }
     this.#buffer = '';
     this.#state = 'done';
     return this.#takeDeltas();
@@ -296,12 +305,18 @@ class Parser implements ChatParser {
     this.#state = isString ? 'string' : 'json';
   }
 
+  /** Whether the invoke that is being read has parameters, or JSON in their place. */
+  #holdsArguments(): boolean {
+    if (this.#argumentsOpen) return true;
+    const body = this.#collected.trim();
+    return body.startsWith('{') && parsesAsJson(body);
+  }
+
   /** Close the arguments. Without parameters they are the JSON object in the body, if there is one, else empty. */
   #endCall(): void {
-    const body = this.#collected.trim();
-    this.#collected = '';
     if (this.#argumentsOpen) this.#emitArguments('}');
-    else this.#emitArguments(body.startsWith('{') && parsesAsJson(body) ? body : '{}');
+    else this.#emitArguments(this.#holdsArguments() ? this.#collected.trim() : '{}');
+    this.#collected = '';
     this.toolCallCount++;
   }
 

@@ -40,7 +40,7 @@ export interface Tokenizer {
   tokenBytes(id: number): Uint8Array;
   /** Id of the token whose text (in tokenizer.json's spelling) is `text`. */
   tokenId(text: string): number | undefined;
-  /** True for tokens marked special in tokenizer.json, like BOS, EOS and the role tags. */
+  /** True for tokens like BOS, EOS and the role tags: marked special in tokenizer.json, or written `<｜…｜>`. */
   isSpecial(id: number): boolean;
 }
 
@@ -124,7 +124,11 @@ export function loadTokenizer(dir: string): Tokenizer {
       return Uint8Array.from(inner.id_to_token(id) ?? '', byteOfSymbol);
     },
     tokenId: idOf,
-    isSpecial: (id) => added.get(id)?.special === true,
+    isSpecial(id) {
+      const addedToken = added.get(id);
+      // Not every release marks its role tags.
+      return addedToken !== undefined && (addedToken.special || /^<｜.*｜>$/.test(addedToken.content));
+    },
   };
   return tokenizer;
 }

@@ -78,7 +78,8 @@ export function planChat(body: JsonObject, served: ServedModel): GenerationPlan 
       thinking,
       reasoning:
         fields.include_reasoning === false ? 'hidden' : fields.separate_reasoning === false ? 'inline' : 'separate',
-      readsToolCalls: fields.tools.length > 0,
+      // A model that sees earlier calls may write one although it is offered no tools now.
+      readsToolCalls: fields.tools.length > 0 || fields.messages.some((message) => message.tool_calls !== undefined),
       maxToolCalls: toolChoice === 'none' ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
     },
     createDialect: (context) => createChatDialect(context, call),

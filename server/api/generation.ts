@@ -218,7 +218,7 @@ export function createGeneration(options: GenerationOptions): Generation {
       const deltas: AnswerDelta[] = [];
       if (finish !== null) return deltas;
       takeDecoded(detokenizer.flush(), deltas);
-      for (const delta of parser === null ? [] : parser.end()) {
+      for (const delta of parser === null ? [] : parser.end(outcome === 'stop')) {
         if (finish === null) takeChatDelta(delta, deltas);
       }
       if (finish !== null) return deltas;

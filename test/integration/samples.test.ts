@@ -100,7 +100,7 @@ function expectedAnswer(sample: ChatSample): Answer {
   const text = ended ? sample.output_text.slice(0, -EOS_TEXT.length) : sample.output_text;
   const parser = createChatParser({ thinking: sample.thinking, tools: sample.tools !== null });
   const answer: Answer = { content: '', reasoning: '', toolCalls: [], finishReason: ended ? 'stop' : 'length' };
-  for (const delta of [...parser.push(text), ...parser.end()]) {
+  for (const delta of [...parser.push(text), ...parser.end(true)]) {
     if (delta.kind === 'content') answer.content += delta.text;
     else if (delta.kind === 'reasoning') answer.reasoning += delta.text;
     else if (delta.kind === 'tool_name') answer.toolCalls[delta.index] = { name: delta.name, arguments: '' };

@@ -216,6 +216,26 @@ test('an invoke that lacks its closing tag ends with the next invoke or the bloc
   });
 });
 
+test('a call whose closing tags are missing is complete where the model ended by itself, and nowhere else', () => {
+  const begun = `${BLOCK}<｜DSML｜invoke name="f">\n`;
+  const rows: [text: string, args: string, complete: number][] = [
+    [`${begun}${json('a', '1')}\n`, '{"a": 1}', 1],
+    [`${begun}${json('a', '1')}\n</｜DSML｜inv`, '{"a": 1}', 1],
+    [`${begun}{"a": 1.0}\n`, '{"a": 1.0}', 1],
+    [`${begun}${json('a', '1')}\n<｜DSML｜param`, '{"a": 1', 0],
+    [`${begun}${json('a', '1')}\n<｜DSML｜parameter name="b`, '{"a": 1', 0],
+    [`${begun}<｜DSML｜parameter name="s" string="true">cut of`, '{"s": "cut of', 0],
+    [begun, '', 0],
+    [`${begun}{"a":`, '', 0],
+  ];
+  for (const [text, args, complete] of rows) {
+    const answer = parse(text, CHAT, true);
+    assert.deepEqual([answer.calls, answer.complete], [[{ name: 'f', arguments: args }], complete], text);
+    assert.deepEqual(parsePieces(text.split(''), CHAT, true), answer);
+    assert.equal(parse(text, CHAT).complete, 0);
+  }
+});
+
 test('unreadable headers are dropped and what follows them is read', () => {
   const good = invoke('g', json('b', '2'));
   const calls = [{ name: 'g', arguments: '{"b": 2}' }];
@@ -257,7 +277,7 @@ test('text is passed on at once unless it could be markup', () => {
   for (const [pushed, content] of rows) {
     assert.equal(collect(parser.push(pushed)).content, content, JSON.stringify(pushed));
   }
-  assert.deepEqual(parser.end(), []);
+  assert.deepEqual(parser.end(false), []);
 });
 
 test('the name of a call and the text of a string argument are passed on while it is written', () => {
@@ -277,7 +297,7 @@ test('the name of a call and the text of a string argument are passed on while i
     [`${BLOCK_END}dropped`, []],
   ];
   for (const [pushed, deltas] of rows) assert.deepEqual(parser.push(pushed), deltas, JSON.stringify(pushed));
-  assert.deepEqual(parser.end(), []);
+  assert.deepEqual(parser.end(false), []);
 });
 
 test('an answer cut anywhere shows a beginning of the whole one and no markup', () => {
@@ -485,14 +505,19 @@ test('rendered calls are read back with equal arguments', () => {
   );
 });
 
-function parse(text: string, parserOptions: { thinking: boolean; tools: boolean }): Answer {
-  return parsePieces([text], parserOptions);
+/** The answer in `text`: one that was cut, or with `stopped` one that the model ended. */
+function parse(text: string, parserOptions: { thinking: boolean; tools: boolean }, stopped = false): Answer {
+  return parsePieces([text], parserOptions, stopped);
 }
 
-function parsePieces(pieces: readonly string[], parserOptions: { thinking: boolean; tools: boolean }): Answer {
+function parsePieces(
+  pieces: readonly string[],
+  parserOptions: { thinking: boolean; tools: boolean },
+  stopped = false,
+): Answer {
   const parser = createChatParser(parserOptions);
   const deltas = pieces.flatMap((piece) => parser.push(piece));
-  deltas.push(...parser.end());
+  deltas.push(...parser.end(stopped));
   return { ...collect(deltas), complete: parser.toolCallCount };
 }
 

@@ -177,7 +177,10 @@ test('encoding and decoding returns any text', () => {
 
 test('a checkpoint whose tokens are not bytes, or that lacks the end token, is refused', () => {
   const root = mkdtempSync(join(tmpdir(), 'handoff-tokenizer-'));
-  const file = JSON.parse(readFileSync(`${NANO}/tokenizer.json`, 'utf8')) as { decoder: unknown };
+  const file = JSON.parse(readFileSync(`${NANO}/tokenizer.json`, 'utf8')) as {
+    decoder: unknown;
+    added_tokens: object[];
+  };
   const config = JSON.parse(readFileSync(`${NANO}/tokenizer_config.json`, 'utf8')) as Record<string, unknown>;
   const write = (name: string, tokenizerFile: object, configFile: object): string => {
     const dir = join(root, name);
@@ -193,6 +196,16 @@ test('a checkpoint whose tokens are not bytes, or that lacks the end token, is r
     assert.throws(() => loadTokenizer(noEos), /eos_token <eos> has no id/);
     const strips = { ...file, added_tokens: [{ id: 5, content: '<x>', special: true, lstrip: true }] };
     assert.throws(() => loadTokenizer(write('strips', strips, config)), /added token <x> has lstrip/);
+    const unmarked = write(
+      'unmarked',
+      { ...file, added_tokens: file.added_tokens.map((token) => ({ ...token, special: false })) },
+      config,
+    );
+    const found = loadTokenizer(unmarked);
+    assert.deepEqual(
+      [0, 1, 1018, 1019, 1020, 1021, 1022, 1023].map((id) => found.isSpecial(id)),
+      [true, true, true, true, false, false, false, true],
+    );
     const objects = write('objects', file, { ...config, bos_token: { content: '<｜begin▁of▁sentence｜>' } });
     assert.equal(loadTokenizer(objects).bosId, tokenizer.bosId);
   } finally {
