@@ -178,6 +178,7 @@ function parseHeader(header: Uint8Array, args: { file: string; fileBytes: number
   const tensors: StoredTensor[] = [];
   for (const [name, entry] of Object.entries(json as Record<string, unknown>)) {
     if (name === '__metadata__') checkMetadata(entry, fault);
+    else if (!isPlainName(name)) throw fault(ODD_NAME);
     else tensors.push(parseEntry(name, entry, { file, dataStart, fault }));
   }
   const inOrder = tensors.toSorted((left, right) => left.start - right.start || left.end - right.end);
@@ -191,6 +192,14 @@ function parseHeader(header: Uint8Array, args: { file: string; fileBytes: number
     throw fault(`tensor ${inOrder.at(-1)!.name} ends at byte ${end}, the file has ${fileBytes}: it is cut short`);
   if (end < fileBytes) throw fault(`${fileBytes - end} bytes after the last tensor belong to no tensor`);
   return { tensors, completeBytes: end };
+}
+
+// Names are printed when something is wrong: none may steer a terminal, or fill it.
+const MAX_NAME_CHARS = 512;
+const ODD_NAME = `a tensor's name has control characters, or more than ${MAX_NAME_CHARS} characters`;
+
+function isPlainName(name: string): boolean {
+  return name.length <= MAX_NAME_CHARS && !/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/u.test(name);
 }
 
 function checkMetadata(entry: unknown, fault: (problem: string) => CheckpointError): void {
@@ -323,6 +332,7 @@ export function parseIndex(text: string): Map<string, string> {
     throw new CheckpointError(`${INDEX_FILE}: weight_map is not an object`);
   const index = new Map<string, string>();
   for (const [name, file] of Object.entries(map)) {
+    if (!isPlainName(name)) throw new CheckpointError(`${INDEX_FILE}: ${ODD_NAME}`);
     if (typeof file !== 'string' || !/^[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors$/.test(file)) {
       throw new CheckpointError(
         `${INDEX_FILE}: tensor ${name} is said to be in ${JSON.stringify(file)}, which is not a plain file name`,

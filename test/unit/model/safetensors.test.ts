@@ -145,6 +145,8 @@ describe('a hostile file is refused:', () => {
     ['tensors that overlap', fileWith(pair([0, 4], [3, 6]), 6), /b overlaps/],
     ['a hole between tensors', fileWith(pair([0, 2], [3, 6]), 6), /1 bytes before tensor b/],
     ['an entry that is no object', fileWith('{"t":7}', 0), /not an object/],
+    ['a name that steers a terminal', fileWith('{"\\u001b[2J":{}}', 0), /a tensor's name has control characters/],
+    ['a name without end', fileWith(`{"${'a'.repeat(1000)}":{}}`, 0), /or more than 512 characters/],
     ['metadata that is not text', fileWith('{"__metadata__":{"a":1}}', 0), /__metadata__/],
   ];
   for (const [name, file, message] of cases) test(name, () => refuses(file, message));
@@ -280,6 +282,11 @@ describe('an index is refused', () => {
       assert.match(error.message, /model\.safetensors\.index\.json: is not a regular file/);
       return true;
     });
+  });
+
+  test('when a name in it steers a terminal', () => {
+    const text = JSON.stringify({ weight_map: { 'a\u009b2J': 'a.safetensors' } });
+    assert.throws(() => parseIndex(text), /a tensor's name has control characters/);
   });
 
   test('when it is no JSON or has no map', () => {
