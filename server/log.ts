@@ -2,7 +2,8 @@
  * Logging: one JSON line per event on standard error, through pino.
  *
  * Message strings are constant, variable parts are fields. Standard output stays free for results (the tools'
- * JSON lines, the start-up summary). The destination is synchronous: asynchronous ones lose lines at exit.
+ * JSON lines, the start-up summary). A reader of the log that is slow or stopped never holds up the process: lines wait
+ * in memory, within a bound, and are written out at exit.
  * Prompts and outputs are never logged; redaction is the second net for objects that carry them or credentials.
  */
 import { pino } from 'pino';
@@ -26,6 +27,36 @@ const SECRET_FIELDS = [
   'outputTokens',
 ] as const;
 
+/** Of lines that wait for their reader; what comes beyond it is dropped, and counted in a line of its own. */
+const MAX_BACKLOG_BYTES = 4 << 20;
+/** Tries at exit, 100 ms apart, to write to a reader that takes nothing. */
+const LAST_TRIES = 10;
+
+/**
+ * Standard error, written in the background: a write to a full pipe would stop every stream of the process.
+ *
+ * onCaughtUp  called with the number of lines that were dropped, once the rest is written
+ */
+function standardError(onCaughtUp: (dropped: number) => void): DestinationStream {
+  let dropped = 0;
+  let triesLeft = Infinity;
+  // Before the destination's own listener, which writes what is left.
+  process.once('exit', () => (triesLeft = LAST_TRIES));
+  const stream = pino.destination({
+    fd: 2,
+    sync: false,
+    maxLength: MAX_BACKLOG_BYTES,
+    retryEAGAIN: () => triesLeft-- > 0,
+  });
+  stream.on('drop', () => dropped++);
+  stream.on('drain', () => {
+    if (dropped === 0) return;
+    onCaughtUp(dropped);
+    dropped = 0;
+  });
+  return stream;
+}
+
 /**
  * The logger of one process.
  *
@@ -39,7 +70,7 @@ export function createLogger(options: {
   destination?: DestinationStream;
 }): Logger {
   const { role, worker, level } = options;
-  return pino(
+  const log: Logger = pino(
     {
       level,
       base: { role, ...(worker === undefined ? {} : { worker }), pid: process.pid },
@@ -56,8 +87,10 @@ export function createLogger(options: {
         censor: '[redacted]',
       },
     },
-    options.destination ?? pino.destination({ fd: 2, sync: true }),
+    options.destination ??
+      standardError((lines) => log.warn({ lines }, 'log lines were dropped: their reader is too slow')),
   );
+  return log;
 }
 
 /** A child that names the request on every line. */
