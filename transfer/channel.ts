@@ -144,12 +144,22 @@ export interface Connector {
 // ---------------------------------------------------------------------------------------------
 // Writer: one send at a time on a socket, a bounded queue for each peer, peers in turn
 
-/** Frames to one peer, the routing id first on a ROUTER. */
+/** One message: its frame, and its payload on a data socket. */
 type Frames = Uint8Array[];
+
+/** Messages that wait for a control socket travel together, as one ZeroMQ message, up to so many and so many bytes. */
+const MAX_JOINED = 128;
+const MAX_JOINED_BYTES = 64 << 10;
+
+/** A message that waits. */
+interface Queued {
+  readonly frames: Frames;
+  readonly bytes: number;
+}
 
 /** The one writer of a socket. */
 export interface Writer {
-  /** Queue frames for a peer ('' on a DEALER). False if its queue is full or the writer is closed. */
+  /** Queue a message for a peer: its routing id, '' on a DEALER. False if its queue is full or the writer is closed. */
   push(peer: string, frames: Frames): boolean;
   /** Forget what is queued for a peer. */
   forget(peer: string): void;
@@ -162,12 +172,16 @@ export interface Writer {
  * Make the writer of a socket; nobody else may send on it (a second send while one waits fails with
  * EBUSY). On a ROUTER, which must be `mandatory` with `sendTimeout: 0`, a full peer does not hold up
  * the others, and what is meant for a peer that is gone is dropped.
+ *
+ * A `control` writer joins what waits for a peer: handing a message to libzmq and taking it out costs more than all else
+ * about it, and hundreds of rooms that end at once have thousands.
  */
 export function createWriter(
   socket: { send(frames: Frames): Promise<void> },
+  kind: SocketKind,
   bounds: { maxQueuedMessages: number; maxQueuedBytes: number },
 ): Writer {
-  const queues = new Map<string, { frames: Frames; bytes: number }[]>();
+  const queues = new Map<string, Queued[]>();
   const queuedBytes = new Map<string, number>();
   let sent = 0;
   let dropped = 0;
@@ -175,21 +189,34 @@ export function createWriter(
   let wake: (() => void) | null = null;
   let whenIdle: (() => void) | null = null;
 
+  /** What is sent next to a peer: one message, and those behind it that may go with it. */
+  function takeable(queue: readonly Queued[]): readonly Queued[] {
+    let count = 0;
+    let bytes = 0;
+    for (; count < (kind === 'control' ? MAX_JOINED : 1) && count < queue.length; count++) {
+      bytes += queue[count]!.bytes;
+      if (count > 0 && bytes > MAX_JOINED_BYTES) break;
+    }
+    return queue.slice(0, count);
+  }
+
   /** One turn over all peers. True if anything left its queue. */
   async function sendRound(): Promise<boolean> {
     let hasMoved = false;
     for (const [peer, queue] of queues) {
-      const head = queue[0];
-      if (head === undefined) continue;
-      const outcome = await trySend(head.frames);
+      const joined = takeable(queue);
+      if (joined.length === 0) continue;
+      const routing = peer === '' ? [] : [Buffer.from(peer)];
+      const outcome = await trySend([...routing, ...joined.flatMap(({ frames }) => frames)]);
       if (outcome === 'full') continue;
       hasMoved = true;
-      if (outcome === 'sent') sent++;
-      else dropped++;
+      if (outcome === 'sent') sent += joined.length;
+      else dropped += joined.length;
       // The peer may have been forgotten, or even come back, while the send was under way.
       if (queues.get(peer) !== queue) continue;
-      queue.shift();
-      queuedBytes.set(peer, (queuedBytes.get(peer) ?? 0) - head.bytes);
+      queue.splice(0, joined.length);
+      const joinedBytes = joined.reduce((sum, { bytes }) => sum + bytes, 0);
+      queuedBytes.set(peer, (queuedBytes.get(peer) ?? 0) - joinedBytes);
       if (queue.length === 0) forget(peer);
     }
     return hasMoved;
@@ -317,6 +344,11 @@ async function receiveAll(socket: Router | Dealer, deliver: (frames: Uint8Array[
   }
 }
 
+/** The messages of a ZeroMQ message, without its routing id. */
+function split(socket: SocketKind, frames: Uint8Array[]): Frames[] {
+  return socket === 'control' ? frames.map((frame) => [frame]) : [frames];
+}
+
 /**
  * Close a bound socket and wait until its port is free.
  *
@@ -397,8 +429,8 @@ export async function openListener(
   // The host of the data address is whatever host the other side reached us by.
   const dataPort = boundDataAddress === '' ? '' : `tcp://*:${boundDataAddress.split(':').at(-1)}`;
   const writers = {
-    control: createWriter(control, options),
-    data: data === null ? null : createWriter(data, options),
+    control: createWriter(control, 'control', options),
+    data: data === null ? null : createWriter(data, 'data', options),
   };
   const byName = new Map<string, ListenerLink>();
   const byRoutingId = new Map<string, ListenerLink>();
@@ -412,7 +444,7 @@ export async function openListener(
   let isClosed = false;
 
   function sendTo(routingId: string, socket: SocketKind, message: Message, payload?: Uint8Array): boolean {
-    const frames: Frames = [Buffer.from(routingId), encodeMessage(message)];
+    const frames: Frames = [encodeMessage(message)];
     if (payload !== undefined) frames.push(payload);
     return writers[socket]?.push(routingId, frames) ?? false;
   }
@@ -518,15 +550,18 @@ export async function openListener(
     }
   }
 
-  function onFrames(socket: SocketKind, frames: Uint8Array[]): void {
+  function onFrames(socket: SocketKind, [id, ...frames]: Uint8Array[]): void {
+    const routingId = Buffer.from(id ?? []).toString();
+    for (const each of split(socket, frames)) onOne(socket, routingId, each);
+  }
+
+  function onOne(socket: SocketKind, routingId: string, frames: Frames): void {
     if (isClosed) return;
-    const [id, ...rest] = frames;
-    const decoded = decodeMessage(rest);
-    if (id === undefined || !decoded.ok) {
+    const decoded = decodeMessage(frames);
+    if (!decoded.ok) {
       rejectedMessages++;
       return;
     }
-    const routingId = Buffer.from(id).toString();
     const { message, payload } = decoded;
     if (message.type === 'HELLO') {
       onHello(routingId, socket, message);
@@ -635,7 +670,7 @@ export function openConnector(options: ChannelOptions): Connector {
       keep,
       link,
       control,
-      controlWriter: createWriter(control, options),
+      controlWriter: createWriter(control, 'control', options),
       data: null,
       dataWriter: null,
       peer: null,
@@ -731,13 +766,17 @@ export function openConnector(options: ChannelOptions): Connector {
     const host = connection.address.replace(/^tcp:\/\//, '').replace(/:[^:]*$/, '');
     const data = openDealer(options, 'data', connection.link);
     connection.data = data;
-    connection.dataWriter = createWriter(data, options);
+    connection.dataWriter = createWriter(data, 'data', options);
     data.connect(dataAddress.replace('://*:', `://${host}:`));
     connection.loops.push(receiveAll(data, (frames) => onFrames(connection, 'data', frames)));
     hello(connection, 'data');
   }
 
   function onFrames(connection: Connection, socket: SocketKind, frames: Uint8Array[]): void {
+    for (const each of split(socket, frames)) onOne(connection, socket, each);
+  }
+
+  function onOne(connection: Connection, socket: SocketKind, frames: Frames): void {
     if (isClosed || connections.get(connection.address) !== connection) return;
     const decoded = decodeMessage(frames);
     if (!decoded.ok) {

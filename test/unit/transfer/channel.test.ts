@@ -104,6 +104,14 @@ async function openPair(t: TestContext, extra: Partial<ChannelOptions> = {}): Pr
   return { listener, connector, atP, atD };
 }
 
+/** The messages in the frames of a control socket, by type. */
+function typesOf(frames: readonly Uint8Array[]): (Message['type'] | null)[] {
+  return frames.map((frame) => {
+    const decoded = decodeMessage([frame]);
+    return decoded.ok ? decoded.message.type : null;
+  });
+}
+
 const open: Message = { type: 'OPEN', from: D1, to: P1, key: KEY, digest: 'd', tokenCount: 3 };
 
 test('both ends report the link, and control and data arrive with payload', TIMEOUT, async (t) => {
@@ -257,25 +265,23 @@ test('a data HELLO that is lost is repeated, however often the listener pings me
   });
   const next = async (router: Router, type: Message['type']): Promise<Buffer> => {
     for (;;) {
-      const [id, frame] = (await router.receive()) as [Buffer, Buffer];
-      const decoded = decodeMessage([frame]);
-      if (decoded.ok && decoded.message.type === type) return id;
+      const [id, ...frames] = (await router.receive()) as [Buffer, ...Buffer[]];
+      if (typesOf(frames).includes(type)) return id;
     }
   };
   const id = await next(control, 'HELLO');
   await control.send([id, welcome]);
   await next(data, 'HELLO'); // lost: nobody answers it
-  const outbox = createWriter(control, { maxQueuedMessages: 100, maxQueuedBytes: 1 << 20 });
+  const outbox = createWriter(control, 'control', { maxQueuedMessages: 100, maxQueuedBytes: 1 << 20 });
   const ping = encodeMessage({ type: 'PING', from: P1, to: D1, link: 1, answer: false });
-  pings = setInterval(() => void outbox.push('', [id, ping]), 10);
+  pings = setInterval(() => void outbox.push(id.toString(), [ping]), 10);
   await next(control, 'PING'); // behind every HELLO from before the pings
   for (let pingCount = 0; ; pingCount++) {
-    const [, frame] = (await control.receive()) as [Buffer, Buffer];
-    const decoded = decodeMessage([frame]);
-    if (decoded.ok && decoded.message.type === 'HELLO') break;
+    const [, ...frames] = (await control.receive()) as [Buffer, ...Buffer[]];
+    if (typesOf(frames).includes('HELLO')) break;
     assert.ok(pingCount < 100, 'a hundred PINGs answered, 10 ms apart, and no HELLO');
   }
-  outbox.push('', [id, welcome]);
+  outbox.push(id.toString(), [welcome]);
   const again = await next(data, 'HELLO');
   await data.send([again, welcome]);
   await atD.next(isUp);
@@ -333,7 +339,7 @@ test('junk frames are counted and the link lives on', TIMEOUT, async (t) => {
   await junk.send([encodeMessage({ type: 'PING', from: D1, to: P1, link: 1, answer: false })]);
   const [answer] = (await junk.receive()) as [Buffer];
   assert.ok(answer.length > 8);
-  assert.equal(listener.stats().rejectedMessages, 4);
+  assert.equal(listener.stats().rejectedMessages, 6, 'each frame of a control socket is a message');
 });
 
 test('a reader that stands still fills only its own bounded queue', TIMEOUT, async (t) => {
@@ -342,7 +348,7 @@ test('a reader that stands still fills only its own bounded queue', TIMEOUT, asy
   const address = router.lastEndpoint as string;
   const still = new Dealer({ routingId: 'still', receiveHighWaterMark: 1, linger: 0 });
   const lively = new Dealer({ routingId: 'lively', linger: 0 });
-  const writer = createWriter(router, { maxQueuedMessages: 8, maxQueuedBytes: 16 << 20 });
+  const writer = createWriter(router, 'data', { maxQueuedMessages: 8, maxQueuedBytes: 16 << 20 });
   t.after(async () => {
     await writer.close(0);
     router.close();
@@ -356,17 +362,16 @@ test('a reader that stands still fills only its own bounded queue', TIMEOUT, asy
   }
   // Whatever the kernel's buffers hold, the queue is full in the end, and stays at its bound.
   const megabyte = new Uint8Array(1 << 20);
-  const still_id = Buffer.from('still');
   let accepted = 0;
   while (writer.stats().dropped === 0) {
-    if (writer.push('still', [still_id, megabyte])) accepted++;
+    if (writer.push('still', [megabyte])) accepted++;
     else break;
     await new Promise((resolve) => setImmediate(resolve));
     assert.ok(accepted < 1000, 'bounded');
   }
   assert.equal(writer.stats().queuedMessages, 8);
   for (let i = 0; i < 20; i++) {
-    writer.push('lively', [Buffer.from('lively'), new Uint8Array([i])]);
+    writer.push('lively', [new Uint8Array([i])]);
     const [frame] = (await lively.receive()) as [Buffer];
     assert.equal(frame[0], i);
   }
@@ -376,15 +381,41 @@ test('a message larger than the queue goes out when the queue is empty', TIMEOUT
   const sent: number[] = [];
   const socket = {
     send: (frames: Uint8Array[]) => {
-      sent.push(frames[0]?.length ?? 0);
+      sent.push(frames.at(-1)!.length);
       return Promise.resolve();
     },
   };
-  const writer = createWriter(socket, { maxQueuedMessages: 4, maxQueuedBytes: 10 });
+  const writer = createWriter(socket, 'control', { maxQueuedMessages: 4, maxQueuedBytes: 10 });
   assert.ok(writer.push('a', [new Uint8Array(100)]));
   assert.equal(writer.push('a', [new Uint8Array(1)]), false);
   await writer.close(1000);
   assert.deepEqual(sent, [100]);
+});
+
+test('what waits for a control socket travels together within bounds, and each message on a data socket alone', async () => {
+  for (const [kind, expected] of [
+    ['control', [128, 24, 1]], // 128 messages; 64 KiB at most; the rest
+    ['data', Array<number>(153).fill(1)],
+  ] as const) {
+    const sent: number[] = [];
+    const frames: Uint8Array[] = [];
+    const socket = {
+      send: ([id, ...rest]: Uint8Array[]) => {
+        assert.equal(Buffer.from(id!).toString(), 'a');
+        sent.push(rest.length);
+        frames.push(...rest);
+        return Promise.resolve();
+      },
+    };
+    const writer = createWriter(socket, kind, { maxQueuedMessages: 1000, maxQueuedBytes: 1 << 20 });
+    const messages = Array.from({ length: 151 }, (_, index) => new Uint8Array([index]));
+    messages.push(new Uint8Array(60_000), new Uint8Array(60_000));
+    for (const message of messages) assert.ok(writer.push('a', [message]));
+    await writer.close(1000);
+    assert.deepEqual(sent, expected);
+    assert.deepEqual(frames, messages, 'in their order');
+    assert.deepEqual(writer.stats(), { queuedMessages: 0, queuedBytes: 0, sent: messages.length, dropped: 0 });
+  }
 });
 
 test('close reports every peer as lost once and frees the addresses', TIMEOUT, async (t) => {
