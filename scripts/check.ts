@@ -10,17 +10,28 @@
  */
 import { fork } from 'node:child_process';
 import { availableParallelism } from 'node:os';
-import { parseArgs } from 'node:util';
 import { BROKEN_RULES } from '../test/check/broken-rules.ts';
 import { judge } from '../test/check/coverage.ts';
 import { explore, type Report } from '../test/check/explore.ts';
 import { CI_SETS, DEEP_SETS } from '../test/check/sets.ts';
+import { parseCommandLine } from './command-line.ts';
 
 /** Worlds of one set: 60 bytes each, and half as much while the table grows. */
 const DEFAULT_STATES = 30_000_000;
 const DEFAULT_MINUTES = 30;
 
-const { values } = parseArgs({
+const HELP = `
+npm run check [-- OPTIONS]
+
+  --deep          the sets that take hours, too
+  --set PATTERN   sets with this name, or with this in it, deep ones too; may be given more than once
+  --break RULE    break a rule on purpose, and show the way to the violation
+  --list          print the names of the sets
+  --jobs N        sets at a time (default: up to 2)
+  --minutes N     bound of one set (default ${DEFAULT_MINUTES})
+  --states N      bound of one set (default ${DEFAULT_STATES})`;
+
+const { values } = parseCommandLine(HELP, {
   options: {
     deep: { type: 'boolean', default: false },
     set: { type: 'string', multiple: true },

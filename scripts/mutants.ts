@@ -10,7 +10,7 @@ import { cpSync, mkdtempSync, readFileSync, rmSync, symlinkSync, writeFileSync }
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { fileURLToPath } from 'node:url';
-import { parseArgs } from 'node:util';
+import { parseCommandLine } from './command-line.ts';
 import { MUTANTS, type Killer, type Mutant } from './mutant-table.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));
@@ -27,11 +27,10 @@ const HELP = `npm run mutants [-- OPTIONS]
   --list        print the mutants and what must kill them
   --help        print this`;
 
-const { values } = parseArgs({
+const { values } = parseCommandLine(HELP, {
   options: {
     only: { type: 'string', multiple: true },
     list: { type: 'boolean', default: false },
-    help: { type: 'boolean', default: false },
   },
 });
 
@@ -56,10 +55,6 @@ process.exitCode = await main();
 if (process.connected) process.disconnect();
 
 async function main(): Promise<number> {
-  if (values.help) {
-    console.log(HELP);
-    return 0;
-  }
   const chosen = MUTANTS.filter(({ name }) => values.only?.some((part) => name.includes(part)) ?? true);
   if (chosen.length === 0) {
     console.error('no mutant has that in its name; `--list` prints all');

@@ -6,10 +6,10 @@
  */
 import { spawn } from 'node:child_process';
 import { availableParallelism } from 'node:os';
-import { parseArgs } from 'node:util';
 import { createCoverage, mustSee } from '../test/sim/audit.ts';
 import { BUGS, type Bug } from '../test/sim/worker.ts';
 import { runSeed, traceSeed } from '../test/sim/world.ts';
+import { parseCommandLine } from './command-line.ts';
 
 /** Lines of a trace that are shown of a seed that failed among others. */
 const TAIL_LINES = 60;
@@ -18,7 +18,18 @@ const COVERED_SEEDS = 5000;
 /** Seeds that one process runs before it takes more. */
 const BATCH_SEEDS = 500;
 
-const { values } = parseArgs({
+const HELP = `
+npm run sim [-- OPTIONS]
+
+  --seed N        replay one seed and print its trace
+  --seeds N       run so many (default 1000)
+  --from N        the first of them (default 1)
+  --jobs N        processes (default: one a core)
+  --bug NAME      every worker has this bug, and a seed must fail: ${BUGS.join(', ')}
+  --match REGEXP  only the lines of a trace that match
+  --coverage      print how often everything rare was seen`;
+
+const { values } = parseCommandLine(HELP, {
   options: {
     seed: { type: 'string' },
     seeds: { type: 'string', default: '1000' },

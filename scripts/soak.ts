@@ -12,15 +12,26 @@
  *                   [--seed 1]
  */
 import { readFileSync } from 'node:fs';
-import { parseArgs } from 'node:util';
 import { readMetrics, sumOf, untilMetrics } from '../test/support/cluster.ts';
 import { createPrng } from '../test/support/prng.ts';
 import { unsettled, untilQuiet } from '../test/support/quiet.ts';
 import { startSplitCluster, untilUp, type Seat } from '../test/support/split-cluster.ts';
 import { openCompletion, ServerError } from '../test/support/stream.ts';
 import { hundredths, quantile, surroundings } from './measurement.ts';
+import { parseCommandLine } from './command-line.ts';
 
-const { values: options } = parseArgs({
+const HELP = `
+npm run soak [-- OPTIONS]
+
+  --minutes N        how long (default 10)
+  --clients N        requests at a time (default 8)
+  --abort-share N    of the requests, cut by their client (default 0.5)
+  --kill-every TIME  a worker is killed so often (default 30s)
+  --prefill N        prefill workers (default 1)
+  --decode N         decode workers (default 1)
+  --seed N           (default 1)`;
+
+const { values: options } = parseCommandLine(HELP, {
   options: {
     minutes: { type: 'string', default: '10' },
     'abort-share': { type: 'string', default: '0.5' },

@@ -13,8 +13,8 @@ import { join, relative, sep } from 'node:path';
 import { run } from 'node:test';
 import { spec as SpecReporter } from 'node:test/reporters';
 import { fileURLToPath } from 'node:url';
-import { parseArgs } from 'node:util';
 import { describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
+import { parseCommandLine } from './command-line.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));
 
@@ -43,7 +43,16 @@ interface Totals {
   failed: number;
 }
 
-const { values, positionals } = parseArgs({
+const HELP = `
+npm test [-- SUITE or FILE ...] [-- OPTIONS]
+
+  SUITE           ${['static', ...suites.map(({ name }) => name)].join(', ')}; all by default
+  FILE            a path under test/, without .test.ts: chaos/links
+  --grep PATTERN  tests whose name matches
+  --seed N        of the tests that draw at random
+  --list          print the files that would run`;
+
+const { values, positionals } = parseCommandLine(HELP, {
   allowPositionals: true,
   options: {
     seed: { type: 'string', default: process.env['HANDOFF_SEED'] ?? '20260424' },
