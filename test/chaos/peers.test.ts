@@ -140,6 +140,19 @@ test(`seed ${SEED}: M-01: a stopped prefill worker holds up no stream of another
   await client.settles(20_000);
 });
 
+test(`seed ${SEED}: a prefill worker that rounds never feeds a decode worker that does not`, LIMIT, async (t) => {
+  const clocks = ['--heartbeat', '200ms', '--lease', '2s', '--transfer-stall-timeout', '3s', '--room-timeout', '5s'];
+  const cluster = await startSplitCluster(clocks, { prefill: ['--mode', 'q'], decode: ['--mode', 'hp'] });
+  t.after(() => cluster.stop());
+  const prompt = [0, 5, 7, 9];
+  await assert.rejects(complete(cluster.url, cluster.model, { prompt, maxTokens: 4 }), ServerError);
+  const samples = await cluster.samples();
+  assert.equal(sumOf(samples, 'sglang_realtime_tokens_total', { engine_type: 'decode' }), 0);
+  const said = cluster.decodes[0]!.process.output();
+  assert.match(said, /"field":"layout"/, said.slice(-2000));
+  assert.match(said, /"ours":"[^\n]*\\"mode\\":\\"hp\\"[^\n]*"theirs":"[^\n]*\\"mode\\":\\"q\\"/, said.slice(-2000));
+});
+
 test(
   `seed ${SEED}: O-01: what is stuck shows its age and what is silent its name, while health is green`,
   LIMIT,

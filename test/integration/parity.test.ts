@@ -6,6 +6,7 @@
  */
 import assert from 'node:assert/strict';
 import { before, test } from 'node:test';
+import type { ConfigChoices } from '../../model/config.ts';
 import { openEngine, type Engine } from '../../server/engine.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
 import { startCluster, readMetrics, sumOf, type Cluster } from '../support/cluster.ts';
@@ -45,10 +46,12 @@ async function generateAlone(engine: Engine, prompt: readonly number[]): Promise
   return output;
 }
 
-before(async () => {
+/** What one engine answers to each prompt. */
+async function answersAlone(asked: readonly (readonly number[])[], choices: ConfigChoices = {}): Promise<string[]> {
   const adapterName = process.env.HANDOFF_ADAPTER;
   const engine = await openEngine({
     modelDir: MODEL_DIR,
+    choices,
     ...(adapterName ? { adapterName } : {}),
     maxRows: CHUNK_TOKENS,
     maxSequences: 4,
@@ -58,10 +61,16 @@ before(async () => {
   });
   try {
     const tokenizer = loadTokenizer(MODEL_DIR);
-    for (const prompt of prompts) expected.push(tokenizer.decode(await generateAlone(engine, prompt)));
+    const answers: string[] = [];
+    for (const prompt of asked) answers.push(tokenizer.decode(await generateAlone(engine, prompt)));
+    return answers;
   } finally {
     engine.close();
   }
+}
+
+before(async () => {
+  expected.push(...(await answersAlone(prompts)));
 });
 
 function request(prompt: readonly number[]): Parameters<typeof complete>[2] {
@@ -112,3 +121,18 @@ for (const setup of [
     }
   });
 }
+
+test(`seed ${SEED}: official rounding, and pages of FP4 index keys`, async () => {
+  const chosen = [5, 257, 1000];
+  const asked = prompts.filter((prompt) => chosen.includes(prompt.length));
+  const answers = await answersAlone(asked, { mode: 'q', indexPrecision: 'fp4' });
+  const others = expected.filter((_, index) => chosen.includes(LENGTHS[index]!));
+  assert.notDeepEqual(answers, others, 'another mode answers random prompts in another way');
+  const cluster = await startCluster(['--mode', 'q', '--index-precision', 'fp4']);
+  try {
+    const texts = asked.map((prompt) => openCompletion(cluster.url, cluster.model, request(prompt)).text);
+    assert.deepEqual(await Promise.all(texts), answers);
+  } finally {
+    await cluster.stop();
+  }
+});
