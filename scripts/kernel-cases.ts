@@ -17,6 +17,7 @@ import { embed } from '../kernels/embed.ts';
 import { allocateExpertScratch, experts, type ExpertFormat, type ExpertWeight } from '../kernels/experts.ts';
 import { gate } from '../kernels/gate.ts';
 import { hyperHead, hyperPost, hyperPre } from '../kernels/hyper-connection.ts';
+import { indexKeyWords, type IndexPrecision } from '../kernels/index-keys.ts';
 import { hadamard, selectEntries } from '../kernels/indexer.ts';
 import type { Recorder } from '../kernels/kernel.ts';
 import { linear, type LinearFormat, type LinearWeight } from '../kernels/linear.ts';
@@ -476,9 +477,9 @@ const hadamardCase: KernelCase = {
   },
 };
 
-const selectCase: KernelCase = {
+const selectCase = (precision: IndexPrecision): KernelCase => ({
   kernel: 'indexer',
-  variant: 'select',
+  variant: `select ${precision}`,
   prepare(material, size) {
     const { geometry, rows, context } = size;
     const { indexHeads: heads, indexHeadDim: width, indexTopK: topk } = geometry;
@@ -488,8 +489,9 @@ const selectCase: KernelCase = {
     const queries = material.noise('f32', [rows, heads, width]);
     const headWeights = material.noise('f32', [rows, heads]);
     const pageCount = Math.ceil(context / geometry.pageTokens);
-    // Keys of f32 are their bits.
-    const bits = material.noise('f32', [pageCount, geometry.pageTokens / OVERLAP_RATIO, width]);
+    // Words of f32 noise: what the bits mean in other precisions costs the same.
+    const words = indexKeyWords(width, precision);
+    const bits = material.noise('f32', [pageCount, geometry.pageTokens / OVERLAP_RATIO, words]);
     const keys = { ...bits, dtype: 'u32' } as const;
     const blockRows = Math.max(1, Math.min(rows, Math.floor(SCRATCH_BYTES / (4 * capacity))));
     const scores = material.noise('f32', [blockRows, capacity]);
@@ -508,7 +510,7 @@ const selectCase: KernelCase = {
           queries,
           headWeights,
           keys,
-          precision: 'f32',
+          precision,
           scores,
           selected,
           rows: metadata.rows,
@@ -520,7 +522,7 @@ const selectCase: KernelCase = {
         }),
     };
   },
-};
+});
 
 function compressCase(variant: string, ratio: number, index: boolean): KernelCase {
   return {
@@ -818,7 +820,7 @@ export const kernelCases: readonly KernelCase[] = [
   compressCase('ratio 128', 128, false),
   compressCase('index keys', OVERLAP_RATIO, true),
   hadamardCase,
-  selectCase,
+  ...(['f32', 'bf16', 'fp8', 'fp4'] as const).map(selectCase),
   ...(['prefill', 'decode'] as const).flatMap((phase) =>
     [0, OVERLAP_RATIO, 128].map((ratio) => attentionCase(phase, ratio)),
   ),

@@ -901,7 +901,7 @@ export function flagsTable(): string {
     const cells = [
       `\`${usageOf(key, row)}\``,
       name === null ? '' : `\`${name}\``,
-      row.commands.length >= EVERY.length ? 'every' : row.commands.join(', '),
+      EVERY.every((command) => row.commands.includes(command)) ? 'every' : row.commands.join(', '),
       row.unit ?? '',
       defaultTextOf(row),
       row.help,
