@@ -84,28 +84,20 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
       query_base[i] = (row * params.heads + min(head + i, params.heads - 1u)) * width;
       sum[i] = vec4f();
     }
-    var dim = 0u;
-    for (var block = 0u; dim < width; block++) {
-      let key_scale = vec4f(
-        load_key_scale(key_base.x, block),
-        load_key_scale(key_base.y, block),
-        load_key_scale(key_base.z, block),
-        load_key_scale(key_base.w, block),
-      );
-      let end = min(dim + KEY_BLOCK, width);
-      while (dim < end) {
-        var words = vec4u(
-          keys[key_base.x + dim / KEY_ELEMENTS],
-          keys[key_base.y + dim / KEY_ELEMENTS],
-          keys[key_base.z + dim / KEY_ELEMENTS],
-          keys[key_base.w + dim / KEY_ELEMENTS],
-        );
-        let word_end = min(dim + KEY_ELEMENTS, end);
-        for (; dim < word_end; dim++) {
-          let key = decode_keys(words) * key_scale;
-          words >>= vec4u((32u / KEY_ELEMENTS) & 31u); // 0 for one element a word
-          for (var i = 0u; i < HEADS; i++) { sum[i] += queries[query_base[i] + dim] * key; }
-        }
+    var key_scale = load_key_scales(key_base, 0u);
+    for (var index = 0u; index < element_words(width); index++) {
+      if (PRECISION == KEYS_FP4 && index % BLOCK_WORDS == 0u) {
+        key_scale = load_key_scales(key_base, index / BLOCK_WORDS);
+      }
+      let at = key_base + index;
+      var words = vec4u(keys[at.x], keys[at.y], keys[at.z], keys[at.w]);
+      for (var element = 0u; element < KEY_ELEMENTS; element++) {
+        let key = decode_keys(words) * key_scale;
+        words >>= vec4u((32u / KEY_ELEMENTS) & 31u); // 0 for one element a word
+        // A word that is not full ends in zeros.
+        var dim = index * KEY_ELEMENTS + element;
+        if (KEY_ELEMENTS > 1u) { dim = min(dim, width - 1u); }
+        for (var i = 0u; i < HEADS; i++) { sum[i] += queries[query_base[i] + dim] * key; }
       }
     }
     for (var i = 0u; i < HEADS; i++) {
@@ -123,6 +115,17 @@ fn score(@builtin(global_invocation_id) id: vec3u) {
   for (var i = 0u; i < 4u; i++) {
     if (first + i < count && bound[i]) { scores[id.y * params.capacity + first + i] = total[i]; }
   }
+}
+
+const BLOCK_WORDS: u32 = 4u; // of FP4: 32 elements
+
+fn load_key_scales(base: vec4u, block: u32) -> vec4f {
+  return vec4f(
+    load_key_scale(base.x, block),
+    load_key_scale(base.y, block),
+    load_key_scale(base.z, block),
+    load_key_scale(base.w, block),
+  );
 }
 
 fn load_key_scale(base: u32, block: u32) -> f32 {

@@ -100,9 +100,6 @@ export class ConfigError extends Error {
 /** The ratio whose layers pool overlapping blocks and choose entries with an indexer. */
 export const OVERLAP_RATIO = 4;
 
-/** How index keys are stored unless a deployment says otherwise; docs/recall.md has the numbers. */
-export const DEFAULT_INDEX_PRECISION: IndexPrecision = 'f32';
-
 const PAGE_TOKENS = 128;
 // A ratio that needs larger pages than this is a mistake.
 const MAX_PAGE_TOKENS = 4096;
@@ -140,7 +137,7 @@ export function loadModelConfig(directory: string, choices: ConfigChoices = {}):
   } catch (cause) {
     throw new ConfigError('(file)', `is not JSON: ${(cause as Error).message}`);
   }
-  const { pageTokens, mode = 'hp', indexPrecision = DEFAULT_INDEX_PRECISION } = choices;
+  const { pageTokens, mode = 'hp', indexPrecision = indexPrecisionOf(mode) } = choices;
   const config = { ...parseModelConfig(json), mode, indexPrecision };
   if (pageTokens === undefined || pageTokens === config.pageTokens) return config;
   if (pageTokens <= 0 || pageTokens % config.pageTokens !== 0) {
@@ -148,6 +145,14 @@ export function loadModelConfig(directory: string, choices: ConfigChoices = {}):
     throw new ConfigError('compress_ratios', problem);
   }
   return { ...config, pageTokens };
+}
+
+/**
+ * How index keys are stored unless a deployment says otherwise: in f32 where nothing is rounded, since every narrower
+ * format loses choices (docs/recall.md); else in FP4, which loses nothing of keys that have been through it.
+ */
+function indexPrecisionOf(mode: NumericMode): IndexPrecision {
+  return mode === 'hp' ? 'f32' : 'fp4';
 }
 
 /**
@@ -192,7 +197,7 @@ export function parseModelConfig(json: unknown): ModelConfig {
     eosTokenId: readTokenId(root, 'eos_token_id', 1),
     pageTokens: pageTokensFor(ratios),
     mode: 'hp',
-    indexPrecision: DEFAULT_INDEX_PRECISION,
+    indexPrecision: indexPrecisionOf('hp'),
   };
   checkShapes(config);
   return config;

@@ -13,7 +13,7 @@ import { existsSync, readFileSync } from 'node:fs';
 import { basename, resolve } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
-import type { ModelConfig, NumericMode } from '../model/config.ts';
+import type { ConfigChoices, ModelConfig, NumericMode } from '../model/config.ts';
 
 export type Command =
   | 'all'
@@ -73,8 +73,11 @@ interface Common {
   readonly model: string;
 }
 
-/** How a checkpoint is computed; equal on all workers, which refuse each other otherwise. */
-export type Numerics = Pick<ModelConfig, 'mode' | 'indexPrecision'>;
+/**
+ * How a checkpoint is computed; equal on all workers, which refuse each other otherwise. The model chooses what is left
+ * out.
+ */
+export type Numerics = Pick<ConfigChoices, 'mode' | 'indexPrecision'>;
 
 interface Computing {
   readonly numerics: Numerics;
@@ -232,7 +235,7 @@ export class ConfigError extends Error {
 const LOG_LEVELS = ['fatal', 'error', 'warn', 'info', 'debug', 'trace', 'silent'] as const;
 
 const MODES = ['hp', 'q', 'q-inputs'] as const satisfies readonly NumericMode[];
-const INDEX_PRECISIONS = ['f32', 'bf16', 'fp8', 'fp4'] as const satisfies readonly Numerics['indexPrecision'][];
+const INDEX_PRECISIONS = ['f32', 'bf16', 'fp8', 'fp4'] as const satisfies readonly ModelConfig['indexPrecision'][];
 
 const ROLES = ['all', 'router', 'prefill', 'decode'] as const;
 const WORKERS = ['prefill', 'decode'] as const;
@@ -473,7 +476,8 @@ export const OPTIONS = {
     kind: 'text',
     value: 'FORMAT',
     choices: INDEX_PRECISIONS,
-    default: 'f32',
+    default: null,
+    defaultText: 'f32 in mode hp, else fp4',
     help: 'how keys of the lightning indexer are stored in KV pages: f32, bf16, fp8 or fp4; equal on all workers',
     commands: [...ENGINES, 'inspect'],
   },
@@ -1210,7 +1214,9 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
   const listening = { host: settings.host, port: settings.port };
   const numerics = {
     mode: settings.mode as NumericMode,
-    indexPrecision: settings.indexPrecision as Numerics['indexPrecision'],
+    ...(settings.indexPrecision === null
+      ? {}
+      : { indexPrecision: settings.indexPrecision as ModelConfig['indexPrecision'] }),
   };
   const deadlines: Deadlines = {
     heartbeatMs: settings.heartbeat,

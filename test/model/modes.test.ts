@@ -7,7 +7,7 @@ import { existsSync } from 'node:fs';
 import { join } from 'node:path';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
-import type { NumericMode } from '../../model/config.ts';
+import { loadModelConfig, type ConfigChoices, type NumericMode } from '../../model/config.ts';
 import { createTestCache, openTestModel, prefillLogits } from '../support/engine.ts';
 import { argmax, readGolden, type Golden } from '../support/golden.ts';
 import { assertSameBits, openTestDevice } from '../support/gpu.ts';
@@ -30,6 +30,15 @@ describe('nano', () => {
   // 300 tokens: layers of ratio 4 choose among 75 entries.
   const ids = nanoIds.slice(0, 300);
   const results = new Map<NumericMode, Float32Array[]>();
+
+  async function logitsOf(choices: ConfigChoices): Promise<Float32Array[]> {
+    const model = await openTestModel(device, nanoDirectory, { ...sizes, ...choices });
+    const { cache, places } = createTestCache(model, 1);
+    const rows = await prefillLogits(model, cache, { place: places[0]!, ids, chunk: ids.length });
+    cache.destroy();
+    return rows;
+  }
+
   for (const [mode, indexPrecision] of [
     ['hp', 'bf16'],
     ['q', 'fp4'],
@@ -55,6 +64,23 @@ describe('nano', () => {
       cache.destroy();
     });
   }
+
+  test('what mode q chooses by is stored in FP4 without loss, as is its default', async () => {
+    assert.equal(loadModelConfig(nanoDirectory, { mode: 'q' }).indexPrecision, 'fp4');
+    const rows = await logitsOf({ mode: 'q', indexPrecision: 'f32' });
+    for (const [position, row] of rows.entries()) assertSameBits(row, results.get('q')![position]!, `${position}`);
+  });
+
+  test('narrower keys change what is computed from the first choice on, and nothing before', async () => {
+    assert.equal(loadModelConfig(nanoDirectory).indexPrecision, 'f32');
+    const [exact, narrow] = [await logitsOf({}), await logitsOf({ indexPrecision: 'fp4' })];
+    // The first row that sees more than 64 entries of 4 tokens.
+    const firstChoice = 259;
+    for (let position = 0; position < firstChoice; position++)
+      assertSameBits(narrow[position]!, exact[position]!, `position ${position}`);
+    const difference = meanDifference(narrow.slice(firstChoice), exact.slice(firstChoice));
+    assert.ok(difference > 1e-6 && difference < 0.5, `${difference}`);
+  });
 
   test('every mode computes something of its own', () => {
     const [hp, q, inputs] = [results.get('hp')!, results.get('q')!, results.get('q-inputs')!];
