@@ -113,6 +113,8 @@ export interface RouterConfig extends Common, Listening {
   readonly decodeWorkers: readonly string[];
   /** Whether special tokens in what clients send to chat are special. */
   readonly allowSpecialTokens: boolean;
+  /** What a request's effort is to the checkpoint; efforts without an entry are taken as they are. */
+  readonly effortMap: Readonly<Record<string, string>>;
   /** Null: only clients on this machine are operators. */
   readonly adminKey: string | null;
   readonly limits: SchedulerLimits;
@@ -448,6 +450,13 @@ export const OPTIONS = {
     help: 'longest sequence, prompt and answer together',
     commands: [...ROLES, 'inspect'],
   },
+  effortMap: {
+    kind: 'text',
+    value: 'EFFORT=EFFORT,...',
+    default: 'minimal=low,low=high,medium=high,xhigh=max',
+    help: "what a request's reasoning effort is to the checkpoint, whose encoding.json has the texts; others stay as they are",
+    commands: ['all', 'router'],
+  },
   allowSpecialTokens: {
     kind: 'switch',
     default: false,
@@ -747,6 +756,9 @@ export const OPTIONS = {
   },
 } as const satisfies Record<string, Row>;
 
+/** Efforts as DeepSeek's own API maps them onto those that its models were trained with. */
+export const DEFAULT_EFFORT_MAP: Readonly<Record<string, string>> = parseEffortMap(OPTIONS.effortMap.default)!;
+
 type Key = keyof typeof OPTIONS;
 
 interface ValueOfKind {
@@ -788,6 +800,13 @@ export function parseDuration(text: string): number | null {
   const [, digits, name] = /^(\d+(?:\.\d+)?)(ms|s|m|h)$/.exec(text) ?? [];
   const unit = UNITS_MS.find(([candidate]) => candidate === name);
   return unit === undefined ? null : Math.round(Number(digits) * unit[1]);
+}
+
+/** `low=high,medium=high` as an object; null when `text` is not of that form. */
+function parseEffortMap(text: string): Record<string, string> | null {
+  const pairs = text.split(',').map((pair) => /^([a-z]+)=([a-z]+)$/.exec(pair.trim()));
+  if (pairs.includes(null)) return null;
+  return Object.fromEntries(pairs.map((pair) => [pair![1]!, pair![2]!]));
 }
 
 /** The shortest exact text of a duration: 15000 → `15s`. Inverse of `parseDuration`. */
@@ -1154,6 +1173,9 @@ function contradictions(command: Command, settings: Settings, given: Given): str
     default:
       command satisfies never;
   }
+  if (parseEffortMap(settings.effortMap) === null) {
+    faults.push(`${flagOf('effortMap')} must be like ${OPTIONS.effortMap.default}, got "${settings.effortMap}"`);
+  }
   if (typeof given.ids === 'string' && !existsSync(given.ids)) faults.push(`${flagOf('ids')}: no file ${given.ids}`);
   return faults;
 }
@@ -1264,6 +1286,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillWorkers: settings.prefillWorker ?? [],
         decodeWorkers: settings.decodeWorker ?? [],
         allowSpecialTokens: settings.allowSpecialTokens,
+        effortMap: parseEffortMap(settings.effortMap)!,
         adminKey: settings.adminKey,
         limits,
         deadlines,

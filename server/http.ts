@@ -35,6 +35,7 @@ import type { RequestObserver, ServeContext } from './api/serve.ts';
 import { parseDetokenizeRequest, parseTokenizeRequest } from './api/tokenize.ts';
 import type { AdminGate } from './operators/admin.ts';
 import type { RouterPage } from './operators/debug-page.ts';
+import { DEFAULT_EFFORT_MAP } from './config.ts';
 import { ApiError } from './errors.ts';
 import type { Rooms } from './rooms.ts';
 
@@ -63,6 +64,8 @@ export interface AppOptions {
   chat: ChatEncoding;
   /** Whether special tokens in what clients put into conversations are special: no, unless given here. */
   allowsSpecialTokens?: boolean;
+  /** Efforts that mean another one to this checkpoint; DEFAULT_EFFORT_MAP when left out. */
+  effortMap?: Readonly<Record<string, string>>;
   /** The name clients know the model by. */
   modelId: string;
   /** Other names of it. */
@@ -125,6 +128,7 @@ export function createApp(options: AppOptions): FastifyInstance {
       contextLength: options.contextLength,
       vocabSize: tokenizer.vocabSize,
       thinkingByDefault: options.defaults?.thinking ?? true,
+      effortMap: new Map(Object.entries(options.effortMap ?? DEFAULT_EFFORT_MAP)),
       defaultTemperature: options.defaults?.temperature ?? 1,
       defaultTopP: options.defaults?.topP ?? 1,
     },

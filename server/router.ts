@@ -190,6 +190,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     tokenizer,
     chat,
     allowsSpecialTokens: config.allowSpecialTokens,
+    effortMap: config.effortMap,
     modelId: modelName(config),
     contextLength: Math.min(config.limits.contextLength ?? maxPositions, maxPositions),
     limits: defaultHttpLimits,

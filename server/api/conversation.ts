@@ -27,17 +27,6 @@ const maxToolCount = 1024;
 /** Efforts that requests may name. */
 export const efforts = ['none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max'] as const;
 
-/** Efforts the way DeepSeek's own API maps them onto those the model was trained with. */
-const trainedEffort: Record<(typeof efforts)[number], string | undefined> = {
-  none: undefined,
-  minimal: 'low',
-  low: 'high',
-  medium: 'high',
-  high: 'high',
-  xhigh: 'max',
-  max: 'max',
-};
-
 const chatTemplateKwargs = object({
   thinking: optional(boolean()),
   enable_thinking: optional(boolean()),
@@ -301,7 +290,7 @@ export function conversationOf(
     messages,
     tools,
     thinking,
-    reasoningEffort: effort === undefined ? undefined : trainedEffort[effort],
+    reasoningEffort: effort === undefined ? undefined : (served.effortMap.get(effort) ?? effort),
     dropThinking: kwargs?.drop_thinking,
   };
 }

@@ -38,6 +38,8 @@ export interface ServedModel {
   maxChoices: number;
   /** Whether answers start with reasoning where the request says nothing. */
   thinkingByDefault: boolean;
+  /** Efforts that mean another one to this checkpoint; the others are taken as they are. */
+  effortMap: ReadonlyMap<string, string>;
   /** Sampling where the request says nothing. */
   defaultTemperature: number;
   defaultTopP: number;

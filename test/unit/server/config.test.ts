@@ -351,3 +351,13 @@ test('the page pool holds all running requests, within the memory it may take', 
     /31 KV pages of 65536 bytes are too few: one sequence of 4096 tokens needs 32; raise --kv-memory or --kv-pages/,
   );
 });
+
+test('efforts are mapped as the flag says', () => {
+  const workers = ['--prefill-worker', 'tcp://p:1', '--decode-worker', 'tcp://d:1'];
+  const mapOf = (...argv: string[]) => (resolveConfig(['router', ...workers, ...argv], {}) as RouterConfig).effortMap;
+  assert.deepEqual(mapOf(), { minimal: 'low', low: 'high', medium: 'high', xhigh: 'max' });
+  assert.deepEqual(mapOf('--effort-map', 'low=low, medium=max'), { low: 'low', medium: 'max' });
+  for (const odd of ['low', 'low=', 'low=high;medium=max', 'low=high,']) {
+    assert.throws(() => mapOf('--effort-map', odd), /--effort-map must be like minimal=low,.*got "low/);
+  }
+});

@@ -9,6 +9,7 @@ import type { AnswerDelta, Finish, LoggedToken, TokenUsage } from '../../../../s
 import { resolveMaxTokens } from '../../../../server/api/sampling.ts';
 import type { ServedModel } from '../../../../server/api/sampling.ts';
 import { parseDetokenizeRequest, parseTokenizeRequest } from '../../../../server/api/tokenize.ts';
+import { DEFAULT_EFFORT_MAP } from '../../../../server/config.ts';
 import { ApiError } from '../../../../server/errors.ts';
 
 const served: ServedModel = {
@@ -18,6 +19,7 @@ const served: ServedModel = {
   vocabSize: 1000,
   maxChoices: 8,
   thinkingByDefault: true,
+  effortMap: new Map(Object.entries(DEFAULT_EFFORT_MAP)),
   defaultTemperature: 1,
   defaultTopP: 1,
 };
@@ -307,6 +309,12 @@ test('efforts are mapped to those the model was trained with', () => {
     assert.equal(conversation({ chat_template_kwargs: { reasoning_effort: given } }).reasoningEffort, expected);
   }
   assert.equal(conversation({}).reasoningEffort, undefined);
+  const own = { ...served, effortMap: new Map([['low', 'low']]) };
+  const asOwn = (effort: string) => {
+    const { prompts } = planChat({ messages, reasoning_effort: effort }, own);
+    return prompts[0]?.kind === 'conversation' ? prompts[0].conversation.reasoningEffort : null;
+  };
+  assert.deepEqual([asOwn('low'), asOwn('medium')], ['low', 'medium']);
 });
 
 test('a prompt is text or ids, alone or one of many', () => {
