@@ -6,6 +6,7 @@ import assert from 'node:assert/strict';
 import { pino } from 'pino';
 import { loadChatEncoding } from '../../model/chat.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
+import type { ApiError } from '../../server/errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
 import type { AppOptions } from '../../server/http.ts';
 import { createAdminGate } from '../../server/operators/admin.ts';
@@ -21,6 +22,8 @@ export interface Output {
   text?: string;
   ids?: readonly number[];
   outcome?: 'stop' | 'length';
+  /** The room fails with this when the tokens are out, and has no outcome. */
+  error?: ApiError;
   /** Tokens that a step brings; all at once when left out. */
   step?: number;
 }
@@ -44,6 +47,7 @@ export interface StreamedChoice {
 /** A response, and what the room of its first choice was asked for; null if nothing came to a room. */
 export interface Response {
   status: number;
+  headers: Record<string, unknown>;
   body: string;
   room: RoomRequest | null;
 }
@@ -52,6 +56,8 @@ export interface Response {
 export interface Asked {
   /** POST `body`; choice number n is answered with `outputs[n]`, the last one standing for those after it. */
   post(path: string, body: object | string, ...outputs: Output[]): Promise<Response>;
+  /** The same with headers of the test's own, and no output: for requests that come to no room. */
+  postWith(headers: Record<string, string>, path: string, body: object | string): Promise<Response>;
   close(): Promise<void>;
 }
 
@@ -73,7 +79,9 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
           for (let start = 0; start < ids.length && !isCancelled; start += step) {
             sink.onTokens(ids.slice(start, start + step));
           }
-          if (!isCancelled) sink.onEnd({ kind: output.outcome ?? 'stop' } satisfies RoomOutcome);
+          const end: RoomOutcome =
+            output.error === undefined ? { kind: output.outcome ?? 'stop' } : { kind: 'failed', error: output.error };
+          if (!isCancelled) sink.onEnd(end);
         });
         return { cancel: () => void (isCancelled = true) };
       },
@@ -90,15 +98,24 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
     observe: { responded() {}, rejected() {}, firstToken() {}, betweenTokens() {}, finished() {} },
     ...options,
   });
+  async function postWith(headers: Record<string, string>, path: string, body: object | string): Promise<Response> {
+    requests = [];
+    const payload = typeof body === 'string' ? body : JSON.stringify(body);
+    const response = await app.inject({ method: 'POST', url: path, headers, payload });
+    return {
+      status: response.statusCode,
+      headers: response.headers,
+      body: response.body,
+      room: requests[0] ?? null,
+    };
+  }
+
   return {
-    async post(path, body, ...given) {
+    post(path, body, ...given) {
       outputs = given;
-      requests = [];
-      const payload = typeof body === 'string' ? body : JSON.stringify(body);
-      const headers = { 'content-type': 'application/json' };
-      const response = await app.inject({ method: 'POST', url: path, headers, payload });
-      return { status: response.statusCode, body: response.body, room: requests[0] ?? null };
+      return postWith({ 'content-type': 'application/json' }, path, body);
     },
+    postWith,
     close: () => closeApp(app, 0),
   };
 }
