@@ -180,17 +180,18 @@ test('api-bugs 59: a body without its media type is a 415; parameters of the typ
 
 test('api-bugs 61, 62: numbers that would hurt a worker are refused by name', async () => {
   const cases: [fields: object, param: string][] = [
-    [{ seed: 18_446_744_073_709_551_616 }, 'seed'],
+    [{ seed: 2 ** 64 }, 'seed'],
     [{ logit_bias: { '999999999': 5 } }, 'logit_bias'],
     [{ stop_token_ids: [999_999_999] }, 'stop_token_ids[0]'],
     [{ max_tokens: -1 }, 'max_tokens'],
-    [{ temperature: 1e400 }, 'temperature'],
   ];
   for (const [fields, param] of cases) {
-    const body = JSON.stringify({ ...off, ...fields }).replace('"temperature":null', '"temperature":1e400');
-    const found = await refusal(body);
+    const found = await refusal({ ...off, ...fields });
     assert.deepEqual([found.status, found.param], [400, param]);
   }
+  // JSON.parse makes it infinite.
+  const found = await refusal(JSON.stringify(off).replace('{', '{"temperature":1e400,'));
+  assert.deepEqual([found.status, found.param], [400, 'temperature']);
 });
 
 test('api-bugs 63: a response format without its schema is a 400', async () => {
