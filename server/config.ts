@@ -98,8 +98,9 @@ export interface AllConfig extends Common, Listening {
   readonly prefillPort: number;
   readonly decodePort: number;
   readonly adapter: string | null;
-  /** Handed to the children as a variable, because anybody may read the arguments of a process. */
+  /** Handed to the children as variables, because anybody may read the arguments of a process. */
   readonly adminKey: string | null;
+  readonly apiKeys: readonly string[];
   /** What SIGTERM leaves to running requests. */
   readonly drainMs: number;
   /** Flags that each child gets as they are: everything `all` shares with that role. */
@@ -117,8 +118,25 @@ export interface RouterConfig extends Common, Listening {
   readonly effortMap: Readonly<Record<string, string>>;
   /** Null: only clients on this machine are operators. */
   readonly adminKey: string | null;
+  readonly api: ApiSettings;
   readonly limits: SchedulerLimits;
   readonly deadlines: Deadlines;
+}
+
+/** What the router's API allows and assumes. */
+export interface ApiSettings {
+  /** Keys that requests must show one of; empty: none is needed. */
+  readonly keys: readonly string[];
+  /** Requests of one key at once, and in a minute; null: no limit. */
+  readonly keyMaxRequests: number | null;
+  readonly keyRequestsPerMinute: number | null;
+  /** At least one; answers carry the first. */
+  readonly modelNames: readonly string[];
+  readonly thinkingByDefault: boolean;
+  readonly maxBodyBytes: number;
+  readonly maxChoices: number;
+  readonly firstByteMs: number;
+  readonly heartbeatMs: number;
 }
 
 export interface WorkerConfig extends Common, Computing, Listening {
@@ -737,6 +755,88 @@ export const OPTIONS = {
     commands: ['drain-watch'],
     environment: false,
   },
+  servedModelName: {
+    kind: 'texts',
+    value: 'NAME',
+    default: null,
+    defaultText: 'the name of the directory of --model',
+    help: 'name that requests may give the model; repeat for more, answers carry the first (environment: separated by commas)',
+    commands: ['all', 'router'],
+  },
+  defaultThinking: {
+    kind: 'text',
+    value: 'on|off',
+    choices: ['on', 'off'],
+    default: 'on',
+    help: 'whether answers begin with reasoning where the request does not say',
+    commands: ['all', 'router'],
+  },
+  maxBody: {
+    kind: 'size',
+    value: 'SIZE',
+    min: 1024,
+    max: 2 ** 30,
+    default: 64 * MIB,
+    defaultText: '64MiB',
+    help: 'longest request body; a longer one is answered with 413',
+    commands: ['all', 'router'],
+  },
+  maxChoices: {
+    kind: 'integer',
+    value: 'N',
+    min: 1,
+    max: 128,
+    default: 128,
+    help: 'most choices (`n`) of one request',
+    commands: ['all', 'router'],
+  },
+  sseFirstByte: {
+    kind: 'duration',
+    value: 'TIME',
+    min: 1,
+    max: MAX_TIMER_MS,
+    default: 60_000,
+    help: 'a stream without a token for so long gets its headers and then heartbeats',
+    commands: ['all', 'router'],
+  },
+  sseHeartbeat: {
+    kind: 'duration',
+    value: 'TIME',
+    min: 0,
+    max: MAX_TIMER_MS,
+    default: 15_000,
+    help: 'an idle stream gets a blank line this often; 0s turns that off',
+    commands: ['all', 'router'],
+  },
+  apiKey: {
+    kind: 'texts',
+    value: 'KEY',
+    default: null,
+    defaultText: 'none: everybody may send requests',
+    help: 'key that requests must show; repeat for more; better given as a variable (environment: separated by commas)',
+    commands: ['all', 'router'],
+    inherited: false,
+  },
+  keyMaxRequests: {
+    kind: 'integer',
+    value: 'N',
+    min: 1,
+    max: 1_000_000,
+    default: null,
+    defaultText: 'no limit',
+    help: 'requests that one API key may have at once; one more is answered with 429',
+    commands: ['all', 'router'],
+  },
+  keyRequestsPerMinute: {
+    kind: 'integer',
+    value: 'N',
+    min: 1,
+    max: 1_000_000,
+    default: null,
+    defaultText: 'no limit',
+    help: 'requests that one API key may send in a minute; one more is answered with 429',
+    commands: ['all', 'router'],
+  },
   adminKey: {
     kind: 'text',
     value: 'KEY',
@@ -1097,6 +1197,9 @@ function parseValue(name: string, row: Row, texts: readonly string[], faults: st
       if (row.endpoint !== undefined && !isEndpoint(text, row.endpoint)) return refuse(endpointShape(row.endpoint));
       return text === '' ? refuse('not empty') : text;
     case 'texts': {
+      // A variable separates them by commas, so a flag must not say what a variable cannot.
+      const odd = texts.find((part) => part === '' || part.includes(','));
+      if (odd !== undefined) return refuse('not empty and without commas', '…');
       const wrong = row.endpoint === undefined ? undefined : texts.find((part) => !isEndpoint(part, row.endpoint!));
       return wrong === undefined ? texts : refuse(endpointShape(row.endpoint!), wrong);
     }
@@ -1271,6 +1374,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         decodePort: settings.decodePort,
         adapter: settings.adapter,
         adminKey: settings.adminKey,
+        apiKeys: settings.apiKey ?? [],
         drainMs: settings.drainGrace,
         childFlags: {
           router: childFlags('router', settings),
@@ -1288,6 +1392,17 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         allowSpecialTokens: settings.allowSpecialTokens,
         effortMap: parseEffortMap(settings.effortMap)!,
         adminKey: settings.adminKey,
+        api: {
+          keys: settings.apiKey ?? [],
+          keyMaxRequests: settings.keyMaxRequests,
+          keyRequestsPerMinute: settings.keyRequestsPerMinute,
+          modelNames: settings.servedModelName ?? [modelName(common)],
+          thinkingByDefault: settings.defaultThinking === 'on',
+          maxBodyBytes: settings.maxBody,
+          maxChoices: settings.maxChoices,
+          firstByteMs: settings.sseFirstByte,
+          heartbeatMs: settings.sseHeartbeat,
+        },
         limits,
         deadlines,
       };
@@ -1368,9 +1483,16 @@ function childFlags(role: 'router' | WorkerRole, settings: Settings): string[] {
     if (row.inherited === false || value === null || value === false) continue;
     if (!row.commands.includes('all') || !row.commands.includes(role)) continue;
     if (row.kind === 'switch') flags.push(flagOf(key));
-    else flags.push(`${flagOf(key)}=${row.kind === 'duration' ? formatDuration(value as number) : String(value)}`);
+    else for (const each of [value].flat()) flags.push(`${flagOf(key)}=${textOf(row.kind, each)}`);
   }
   return flags;
+}
+
+/** A value as a flag takes it. */
+function textOf(kind: Row['kind'], value: string | number | boolean): string {
+  if (kind === 'duration') return formatDuration(value as number);
+  // Sizes need a unit; the smallest has three zeros too many, so parts of it are written out.
+  return kind === 'size' ? `${(value as number) / 2 ** 10}KiB` : String(value);
 }
 
 /** The candidate within two edits of `word` (three for long words), nearest first; null when none is near. */

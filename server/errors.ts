@@ -19,13 +19,14 @@ export const errorKinds = {
   context_length_exceeded: { status: 400, type: 'invalid_request_error' },
   bad_request: { status: 400, type: 'invalid_request_error' },
   invalid_api_key: { status: 401, type: 'authentication_error' },
-  forbidden: { status: 403, type: 'permission_error' },
+  insufficient_permissions: { status: 403, type: 'permission_error' },
   model_not_found: { status: 404, type: 'invalid_request_error' },
   not_found: { status: 404, type: 'invalid_request_error' },
   method_not_allowed: { status: 405, type: 'invalid_request_error' },
   request_timeout: { status: 408, type: 'timeout_error' },
   request_too_large: { status: 413, type: 'invalid_request_error' },
   unsupported_media_type: { status: 415, type: 'invalid_request_error' },
+  rate_limit_exceeded: { status: 429, type: 'rate_limit_error' },
   headers_too_large: { status: 431, type: 'invalid_request_error' },
   request_aborted: { status: 499, type: 'aborted' },
   internal_error: { status: 500, type: 'server_error' },
@@ -56,7 +57,7 @@ const defaultRetryAfterSeconds = 1;
  * Something that went wrong with one request, in the words its client will read.
  *
  * `param` is the path of the field at fault (`messages[2].role`), or null. `retryAfterSeconds` is set
- * for every 503 and 504 and null for all others: the shortest time after which trying again makes sense.
+ * for every 429, 503 and 504 and null for all others: the shortest time after which trying again makes sense.
  */
 export class ApiError extends Error {
   override readonly name = 'ApiError';
@@ -77,7 +78,7 @@ export class ApiError extends Error {
     this.status = status;
     this.type = type;
     this.param = options.param ?? null;
-    const retryable = status === 503 || status === 504;
+    const retryable = status === 429 || status === 503 || status === 504;
     this.retryAfterSeconds = retryable ? (options.retryAfterSeconds ?? defaultRetryAfterSeconds) : null;
   }
 }

@@ -9,18 +9,39 @@
  * Headers are held back until there is something to send, so that an error before the first token has its
  * true status. Everything the app needs is handed to `createApp`; nothing here is global.
  */
+import { performance } from 'node:perf_hooks';
 import { fastify, LogController } from 'fastify';
-import type { FastifyBaseLogger, FastifyInstance } from 'fastify';
+import type { FastifyBaseLogger, FastifyInstance, FastifyReply, FastifyRequest } from 'fastify';
 import type { ChatEncoding } from '../model/chat.ts';
 import type { Tokenizer } from '../model/tokenizer.ts';
 import type { StreamLimits } from './api/answer.ts';
-import { planChat } from './api/chat.ts';
-import { planCompletion } from './api/completions.ts';
+import { ANYONE, createDoor } from './api/access.ts';
+import type { Client, Door } from './api/access.ts';
+import { chatRequest, planChat } from './api/chat.ts';
+import { completionRequest, planCompletion } from './api/completions.ts';
+import { boolean, list, object, optional, text } from './api/fields.ts';
+import { generateRequest, planGenerate } from './api/generate.ts';
+import { loadsBody, modelInfo, serverInfo } from './api/info.ts';
+import type { InfoSubject, WorkerSight } from './api/info.ts';
+import {
+  anthropicErrorBody,
+  countTokensRequest,
+  messagesRequest,
+  parseCountTokens,
+  planMessages,
+} from './api/messages.ts';
+import { docsPage, openapiDocument } from './api/openapi.ts';
+import type { Endpoint } from './api/openapi.ts';
+import { createProbe } from './api/probe.ts';
+import { planResponse, responsesRequest } from './api/responses.ts';
+import { createTurns } from './api/turns.ts';
 import type { GenerationPlan } from './api/dialect.ts';
 import {
+  allowOrigins,
   answerBrokenRequest,
   answerUnknownRoute,
   bodyOf,
+  isPreflight,
   parseBody,
   requestIdOf,
   sendError,
@@ -31,12 +52,13 @@ import { longestTokenBytes, promptTokens } from './api/prompts.ts';
 import { maxChoiceCount, modelNotFound } from './api/sampling.ts';
 import type { ServedModel } from './api/sampling.ts';
 import { serveGeneration } from './api/serve.ts';
-import type { RequestObserver, ServeContext } from './api/serve.ts';
-import { parseDetokenizeRequest, parseTokenizeRequest } from './api/tokenize.ts';
+import type { Exchange, RequestObserver, ServeContext } from './api/serve.ts';
+import { detokenizeRequest, parseDetokenizeRequest, parseTokenizeRequest, tokenizeRequest } from './api/tokenize.ts';
 import type { AdminGate } from './operators/admin.ts';
 import type { RouterPage } from './operators/debug-page.ts';
 import { DEFAULT_EFFORT_MAP } from './config.ts';
 import { ApiError } from './errors.ts';
+import { METRICS_CONTENT_TYPE } from './metrics.ts';
 import type { Rooms } from './rooms.ts';
 
 /** What one client may cost. */
@@ -45,16 +67,28 @@ export interface HttpLimits extends StreamLimits {
   maxBodyBytes: number;
   /** A request must have arrived as a whole after this time. */
   requestTimeoutMs: number;
+  /** An idle connection is kept for so long. */
+  keepAliveMs: number;
+  /** Requests of one API key at once, and in a minute; null: no limit. */
+  keyMaxRequests: number | null;
+  keyRequestsPerMinute: number | null;
+  /** With several API keys: a request whose turn has not come after this time is refused. */
+  maxWaitMs: number;
 }
 
 /** Limits where nothing else is configured. undici gives up after 300 s without a byte; heartbeats stay below that. */
 export const defaultHttpLimits: Readonly<HttpLimits> = {
   maxBodyBytes: 64 * 1024 * 1024,
   requestTimeoutMs: 60_000,
+  keepAliveMs: 72_000,
   maxBufferedBytes: 1024 * 1024,
+  maxAnswerBytes: 64 * 1024 * 1024,
   slowClientMs: 60_000,
   firstByteMs: 60_000,
   heartbeatMs: 15_000,
+  keyMaxRequests: null,
+  keyRequestsPerMinute: null,
+  maxWaitMs: 60_000,
 };
 
 /** All that the app works with. */
@@ -75,6 +109,14 @@ export interface AppOptions {
   /** Tokens that prompt and answer may have together. */
   contextLength: number;
   limits: Readonly<HttpLimits>;
+  /** Keys that requests must show one of; empty: none is needed. */
+  apiKeys: readonly string[];
+  /** Version of this software. */
+  version: string;
+  /** The workers there are, for info and loads. */
+  fleet: () => readonly WorkerSight[];
+  /** Rooms that run at once on them, and those that may wait beyond. */
+  capacity: () => { running: number; waiting: number };
   log: FastifyBaseLogger;
   /** The text of GET /metrics. */
   metricsText: () => Promise<string>;
@@ -93,24 +135,41 @@ const idleSweepMs = 100;
 /** When `closeApp` has ended what was left, error events have this long to reach their clients. */
 const closeGraceMs = 500;
 
+declare module 'fastify' {
+  interface FastifyContextConfig {
+    /** Not set where there is no route: such a path leads nowhere, with any key. */
+    endpoint?: Endpoint;
+  }
+}
+
 /** What is shared by all requests of one app. */
 interface AppContext extends AppOptions, ServeContext {
+  door: Door;
   limits: Readonly<HttpLimits>;
   served: ServedModel;
   /** Unix time in seconds at which the app was made. */
   createdSeconds: number;
+  /** Every route, for the documentation. */
+  endpoints: Endpoint[];
+  /** When a token came last, by performance.now(). */
+  lastTokenMs: number;
 }
 
 const contexts = new WeakMap<FastifyInstance, AppContext>();
 
+/** Whose request it is, as the door has found. */
+const clients = new WeakMap<FastifyRequest, Client>();
+
 /** The app, ready to listen. Close it with `closeApp`. */
 export function createApp(options: AppOptions): FastifyInstance {
   const { limits, log, observe, tokenizer } = options;
+  const door = createDoor(options.apiKeys, options.gate);
   const app: FastifyInstance = fastify({
     loggerInstance: log,
     logController: new LogController({ disableRequestLogging: true }),
     bodyLimit: limits.maxBodyBytes,
     requestTimeout: limits.requestTimeoutMs,
+    keepAliveTimeout: limits.keepAliveMs,
     // While closing, our own 503 is sent: it has the error shape that clients read.
     return503OnClosing: false,
     genReqId: requestIdOf,
@@ -121,6 +180,7 @@ export function createApp(options: AppOptions): FastifyInstance {
   });
   const context: AppContext = {
     ...options,
+    door,
     served: {
       modelId: options.modelId,
       names: [options.modelId, ...(options.aliases ?? [])],
@@ -138,6 +198,15 @@ export function createApp(options: AppOptions): FastifyInstance {
     exchanges: new Set(),
     requestIds: new Set(),
     whenIdle: null,
+    turns: createTurns({
+      limits: { maxRequests: limits.keyMaxRequests, requestsPerMinute: limits.keyRequestsPerMinute },
+      clientCount: options.apiKeys.length,
+      capacity: options.capacity,
+      maxWaitMs: limits.maxWaitMs,
+      now: () => performance.now(),
+    }),
+    endpoints: [],
+    lastTokenMs: -Infinity,
   };
   contexts.set(app, context);
 
@@ -147,13 +216,22 @@ export function createApp(options: AppOptions): FastifyInstance {
     for (const method of [route.method].flat()) methods.add(method);
     allowed.set(route.url, methods);
   });
+  // Before the body is read: who may not use a route costs nothing more.
   app.addHook('onRequest', async (request, reply) => {
+    const { endpoint } = request.routeOptions.config;
     reply.header('x-request-id', request.id);
+    if (endpoint?.shape === 'anthropic') reply.header('request-id', request.id);
+    allowOrigins(request, reply);
     const { raw } = reply;
     // Not an onResponse hook: those stay silent when the client closes first.
     raw.once('close', () => {
       observe.responded(request.routeOptions.url ?? 'unknown', raw.writableFinished ? raw.statusCode : 499);
     });
+    if (isPreflight(request)) return reply.code(204).send();
+    if (endpoint === undefined) return undefined;
+    const client = door.enter(request.raw, endpoint.access, endpoint.shape === 'anthropic');
+    clients.set(request, client);
+    return undefined;
   });
 
   app.removeAllContentTypeParsers();
@@ -164,7 +242,11 @@ export function createApp(options: AppOptions): FastifyInstance {
       done(error as Error);
     }
   });
-  app.setErrorHandler((error, _request, reply) => sendError(reply, toApiError(error, log)));
+  app.setErrorHandler((error, request, reply) => {
+    const isAnthropic = request.routeOptions.config.endpoint?.shape === 'anthropic';
+    const shape = isAnthropic ? (fault: ApiError) => anthropicErrorBody(fault, request.id) : undefined;
+    return sendError(reply, toApiError(error, log), shape);
+  });
   app.setNotFoundHandler((request, reply) => answerUnknownRoute(allowed, request, reply));
 
   addRoutes(app, context);
@@ -214,78 +296,236 @@ function untilIdle(context: AppContext, deadlineMs: number): Promise<void> {
 // Routes
 
 function addRoutes(app: FastifyInstance, context: AppContext): void {
-  const { served, tokenizer } = context;
+  addGeneration(app, context);
+  addModels(app, context);
+  addText(app, context);
+  addOperation(app, context);
+  addHealth(app, context);
+  addDescription(app, context);
+}
 
-  const generate = (path: string, plan: (body: JsonObject, served: ServedModel) => GenerationPlan) => {
-    app.post(path, (request, reply) => serveGeneration(context, request, reply, () => plan(bodyOf(request), served)));
+/** Register a route and describe it. */
+function route(
+  app: FastifyInstance,
+  context: AppContext,
+  endpoint: Endpoint,
+  handler: (request: FastifyRequest, reply: FastifyReply) => Promise<unknown>,
+): void {
+  const { method, path: url } = endpoint;
+  context.endpoints.push(endpoint);
+  app.route({ method, url, config: { endpoint }, handler });
+}
+
+function addGeneration(app: FastifyInstance, context: AppContext): void {
+  const { served } = context;
+  const generate = (
+    endpoint: Omit<Endpoint, 'method' | 'access' | 'streams'>,
+    plan: (body: JsonObject, served: ServedModel) => GenerationPlan,
+  ) => {
+    route(app, context, { method: 'POST', access: 'key', streams: true, ...endpoint }, (request, reply) =>
+      serveGeneration(context, { request, reply, client: clients.get(request) ?? ANYONE }, () =>
+        plan(bodyOf(request), served),
+      ),
+    );
   };
-  generate('/v1/chat/completions', planChat);
-  generate('/v1/completions', planCompletion);
+  generate({ path: '/v1/chat/completions', summary: 'Answer a conversation (OpenAI).', body: chatRequest }, planChat);
+  generate({ path: '/v1/completions', summary: 'Continue a text (OpenAI).', body: completionRequest }, planCompletion);
+  generate({ path: '/v1/responses', summary: 'Answer input items (OpenAI).', body: responsesRequest }, planResponse);
+  generate(
+    { path: '/v1/messages', summary: 'Answer a conversation (Anthropic).', body: messagesRequest, shape: 'anthropic' },
+    planMessages,
+  );
+  generate({ path: '/generate', summary: 'Continue a text (SGLang).', body: generateRequest }, planGenerate);
+}
 
-  app.get('/v1/models', async () => ({ object: 'list', data: served.names.map((name) => modelBody(name, context)) }));
-  app.get<{ Params: { '*': string } }>('/v1/models/*', async (request) => {
-    const name = request.params['*'];
-    if (!served.names.includes(name)) throw modelNotFound(name, served);
-    return modelBody(name, context);
-  });
+function addModels(app: FastifyInstance, context: AppContext): void {
+  const { served } = context;
+  route(
+    app,
+    context,
+    { method: 'GET', path: '/v1/models', summary: 'The models that are served.', access: 'key' },
+    async () => ({ object: 'list', data: served.names.map((name) => modelBody(name, context)) }),
+  );
+  route(
+    app,
+    context,
+    { method: 'GET', path: '/v1/models/*', summary: 'One model, by its name.', access: 'key' },
+    async (request) => {
+      const name = (request.params as { '*': string })['*'];
+      if (!served.names.includes(name)) throw modelNotFound(name, served);
+      return modelBody(name, context);
+    },
+  );
+}
 
+function addText(app: FastifyInstance, context: AppContext): void {
+  const { served, tokenizer } = context;
   for (const path of ['/tokenize', '/v1/tokenize']) {
-    app.post(path, async (request) => tokenize(context, bodyOf(request)));
+    const summary = 'The token ids of texts, or of a conversation as it would be prefilled.';
+    route(app, context, { method: 'POST', path, summary, access: 'key', body: tokenizeRequest }, async (request) =>
+      tokenize(context, bodyOf(request)),
+    );
   }
   for (const path of ['/detokenize', '/v1/detokenize']) {
-    app.post(path, async (request) => {
+    const summary = 'The text of token ids.';
+    route(app, context, { method: 'POST', path, summary, access: 'key', body: detokenizeRequest }, async (request) => {
       const { sequences, nested } = parseDetokenizeRequest(bodyOf(request), served);
       const texts = sequences.map((ids) => tokenizer.decode(ids));
       const value = nested ? texts : texts[0];
       return { text: value, prompt: value };
     });
   }
-
-  app.get('/debug/rooms', async (request) => {
-    context.gate(request.raw);
-    return context.debugPage(context.draining);
+  const endpoint: Endpoint = {
+    method: 'POST',
+    path: '/v1/messages/count_tokens',
+    summary: 'How many tokens /v1/messages would prefill (Anthropic).',
+    access: 'key',
+    body: countTokensRequest,
+    shape: 'anthropic',
+  };
+  route(app, context, endpoint, async (request) => {
+    const conversation = parseCountTokens(bodyOf(request), served);
+    return { input_tokens: promptTokens(context, { kind: 'conversation', conversation }, 'messages').length };
   });
+}
 
-  app.post('/abort_request', async (request) => {
-    const { rid, abort_all: abortAll } = bodyOf(request);
-    if (abortAll === true) context.gate(request.raw);
-    else if (typeof rid !== 'string' || rid === '') {
+function addOperation(app: FastifyInstance, context: AppContext): void {
+  route(
+    app,
+    context,
+    { method: 'GET', path: '/debug/rooms', summary: 'Every request in every process.', access: 'admin' },
+    () => context.debugPage(context.draining),
+  );
+
+  const abort: Endpoint = {
+    method: 'POST',
+    path: '/abort_request',
+    summary: 'End requests: by id those of the same API key, all of them with the admin key.',
+    access: 'open',
+    body: abortRequest,
+  };
+  route(app, context, abort, async (request) => {
+    const { rid, abort_all: abortAll } = abortRequest.read(bodyOf(request), '');
+    if (abortAll === true) {
+      context.door.enter(request.raw, 'admin', false);
+      return { success: true, aborted: abortRequests(context, () => true) };
+    }
+    if (rid === undefined) {
       throw new ApiError('invalid_value', 'Give the id of a request as rid, or abort_all: true.', { param: 'rid' });
     }
-    return { success: true, aborted: abortRequests(context, abortAll === true ? null : (rid as string)) };
+    const client = context.door.enter(request.raw, 'key', false);
+    const isMeant = (exchange: Exchange) => exchange.client === client && rid.some((id) => exchange.ids.includes(id));
+    return { success: true, aborted: abortRequests(context, isMeant) };
   });
   // There is no prefix cache yet, so nothing is ever kept of a request that is over.
-  app.post('/flush_cache', async (request) => {
-    context.gate(request.raw);
-    return {
+  const flush = { path: '/flush_cache', summary: 'Forget cached prefixes.', access: 'admin' } as const;
+  for (const method of ['GET', 'POST'] as const) {
+    route(app, context, { method, ...flush }, async () => ({
       success: true,
       flushed_pages: 0,
       message: 'This server keeps no prefix cache; there is nothing to flush.',
-    };
-  });
+    }));
+  }
+}
+
+function addHealth(app: FastifyInstance, context: AppContext): void {
+  const open = (
+    path: string,
+    summary: string,
+    handler: (request: FastifyRequest, reply: FastifyReply) => Promise<unknown>,
+  ) => route(app, context, { method: 'GET', path, summary, access: 'open' }, handler);
 
   // Alive as long as it answers; a process that cannot serve is not ready, and killing it would not help.
-  app.get('/livez', async () => ({ status: 'ok' }));
+  open('/livez', 'Whether the process answers.', async () => ({ status: 'ok' }));
   for (const path of ['/health', '/ping', '/readyz']) {
-    app.get(path, async () => {
-      if (context.draining) throw new ApiError('server_draining', 'The server is shutting down.');
-      if (!context.rooms.ready()) {
-        throw new ApiError('engine_unavailable', 'No prefill worker or no decode worker is live.');
-      }
+    open(path, 'Whether requests can be served.', async () => {
+      checkReady(context);
       return { status: 'ok' };
     });
   }
+  const probe = createProbe(context, () => context.lastTokenMs);
+  route(
+    app,
+    context,
+    { method: 'GET', path: '/health_generate', summary: 'The same, proved by one token.', access: 'key' },
+    async () => {
+      checkReady(context);
+      await probe();
+      return { status: 'ok' };
+    },
+  );
   for (const path of ['/metrics', '/metrics/']) {
-    app.get(path, async (_request, reply) => {
-      reply.header('content-type', 'text/plain; version=0.0.4; charset=utf-8');
+    open(path, 'Metrics for Prometheus.', async (_request, reply) => {
+      reply.header('content-type', METRICS_CONTENT_TYPE);
       return context.metricsText();
     });
   }
 }
 
-/** End the requests with exactly this id, or all; returns how many there were. Both halves are told by the room. */
-function abortRequests(context: AppContext, id: string | null): number {
-  const found = [...context.exchanges].filter(({ ids }) => id === null || ids.includes(id));
+function checkReady(context: AppContext): void {
+  if (context.draining) throw new ApiError('server_draining', 'The server is shutting down.');
+  if (!context.rooms.ready()) {
+    throw new ApiError('engine_unavailable', 'No prefill worker or no decode worker is live.');
+  }
+}
+
+function addDescription(app: FastifyInstance, context: AppContext): void {
+  const { served, version } = context;
+  const keyed = (
+    path: string,
+    summary: string,
+    handler: (request: FastifyRequest, reply: FastifyReply) => Promise<unknown>,
+  ) => route(app, context, { method: 'GET', path, summary, access: 'key' }, handler);
+  const subject = (): InfoSubject => ({
+    version,
+    modelId: served.modelId,
+    names: served.names,
+    contextLength: served.contextLength,
+    fleet: context.fleet(),
+  });
+  for (const path of ['/server_info', '/get_server_info']) {
+    keyed(path, 'What this server is (SGLang).', async () => serverInfo(subject()));
+  }
+  for (const path of ['/model_info', '/get_model_info']) {
+    keyed(path, 'What the model is (SGLang).', async () => modelInfo(subject()));
+  }
+  keyed('/v1/loads', 'How busy the workers are (SGLang).', async (request, reply) => {
+    const { include, format } = request.query as { include?: unknown; format?: unknown };
+    if (format === 'prometheus') {
+      reply.header('content-type', METRICS_CONTENT_TYPE);
+      return context.metricsText();
+    }
+    const sections = typeof include === 'string' ? include : undefined;
+    return loadsBody(subject(), sections, new Date().toISOString());
+  });
+  const open = { method: 'GET', access: 'open' } as const;
+  route(app, context, { ...open, path: '/openapi.json', summary: 'This API for machines.' }, async () =>
+    openapiDocument(context.endpoints, version),
+  );
+  route(app, context, { ...open, path: '/docs', summary: 'This API for people.' }, async (_request, reply) => {
+    reply.header('content-type', 'text/html; charset=utf-8');
+    reply.header('content-security-policy', "default-src 'none'; style-src 'unsafe-inline'");
+    return docsPage(context.endpoints, version);
+  });
+}
+
+const maxAbortedIds = 1024;
+const oneId = text({ minLength: 1 });
+const manyIds = list(oneId, { minItems: 1, maxItems: maxAbortedIds });
+
+/** The body of POST /abort_request. */
+const abortRequest = object({
+  rid: optional<string[]>({
+    expected: 'the id of a request, or an array of such ids',
+    schema: { anyOf: [oneId.schema, manyIds.schema] },
+    read: (value, path) => (Array.isArray(value) ? manyIds.read(value, path) : [oneId.read(value, path)]),
+  }),
+  abort_all: optional(boolean()),
+});
+
+/** End the requests that are meant; returns how many there were. Both halves of each are told by its room. */
+function abortRequests(context: AppContext, isMeant: (exchange: Exchange) => boolean): number {
+  const found = [...context.exchanges].filter(isMeant);
   for (const exchange of found) exchange.abort(new ApiError('request_aborted', 'The request was aborted.'));
   return found.length;
 }

@@ -87,6 +87,7 @@ async function runAll(config: AllConfig): Promise<void> {
     environment: {
       ...adapter.environment,
       ...(config.adminKey === null ? {} : { [environmentNameOf('adminKey')!]: config.adminKey }),
+      ...(config.apiKeys.length === 0 ? {} : { [environmentNameOf('apiKey')!]: config.apiKeys.join(',') }),
     },
     softwareAdapter: adapter.kind !== 'hardware',
     log,

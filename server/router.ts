@@ -191,9 +191,27 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     chat,
     allowsSpecialTokens: config.allowSpecialTokens,
     effortMap: config.effortMap,
-    modelId: modelName(config),
+    modelId: config.api.modelNames[0] ?? modelName(config),
+    aliases: config.api.modelNames.slice(1),
+    maxChoices: config.api.maxChoices,
     contextLength: Math.min(config.limits.contextLength ?? maxPositions, maxPositions),
-    limits: defaultHttpLimits,
+    limits: {
+      ...defaultHttpLimits,
+      maxBodyBytes: config.api.maxBodyBytes,
+      firstByteMs: config.api.firstByteMs,
+      heartbeatMs: config.api.heartbeatMs,
+      keyMaxRequests: config.api.keyMaxRequests,
+      keyRequestsPerMinute: config.api.keyRequestsPerMinute,
+    },
+    apiKeys: config.api.keys,
+    version: build.version,
+    defaults: { thinking: config.api.thinkingByDefault },
+    fleet: () => seats.map(({ role, label, view }) => ({ role, label, load: view?.load ?? null })),
+    capacity() {
+      const decodes = [...live.values()].filter((worker) => worker.role === 'decode').length;
+      const { maxRunningRequests, maxQueuedRequests } = config.limits;
+      return { running: decodes * maxRunningRequests, waiting: decodes * maxQueuedRequests };
+    },
     log,
     metricsText: () => metrics.text(),
     gate: createAdminGate(config.adminKey),

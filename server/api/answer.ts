@@ -11,6 +11,8 @@ import type { AnswerDelta, Finish } from './generation.ts';
 
 /** What the reader of one stream may cost. */
 export interface StreamLimits {
+  /** An answer that is not streamed is cut off, as if by its token limit, beyond this. */
+  maxAnswerBytes: number;
   /** A stream that a slow reader leaves unsent beyond this is dropped. */
   maxBufferedBytes: number;
   /** A stream whose reader takes nothing for this long is dropped. */
@@ -54,7 +56,7 @@ export function wholeAnswer(reply: FastifyReply, dialect: Dialect, choiceCount: 
       finishes[choice] = finish;
     },
     end() {
-      const choices = parts.map((deltas, choice) => ({ answer: sumDeltas(deltas), finish: finishes[choice]! }));
+      const choices = parts.map((deltas, choice) => ({ answer: sumDeltas(deltas), deltas, finish: finishes[choice]! }));
       void reply.send(dialect.body(choices));
     },
     fail: () => false,
@@ -195,6 +197,7 @@ export function streamedAnswer(
   };
 }
 
-function lengthOf(delta: AnswerDelta): number {
+/** About how many bytes a delta holds. */
+export function lengthOf(delta: AnswerDelta): number {
   return delta.kind === 'tool_call' ? delta.name.length : delta.text.length;
 }

@@ -19,6 +19,8 @@ export interface AnswerHead {
 /** The end of one choice, or the whole of it. */
 export interface FinishedChoice {
   answer: Answer;
+  /** The same in the order it came. */
+  deltas: readonly AnswerDelta[];
   finish: Finish;
 }
 
@@ -77,6 +79,8 @@ export interface GenerationPlan {
   call: GenerationCall;
   /** Ids of answers begin with it. */
   idPrefix: string;
+  /** More headers of the response. */
+  headers?: Readonly<Record<string, string>>;
   /** At least one. Choices are numbered prompt by prompt. */
   prompts: readonly Prompt[];
   /** The field that holds the prompt, for errors. */

@@ -25,6 +25,27 @@ export function requestIdOf(request: { headers: IncomingMessage['headers'] }): s
   return typeof given === 'string' && /^[\x21-\x7e]{1,128}$/.test(given) ? given : randomUUID();
 }
 
+/**
+ * Headers that let pages of any origin read the response. Cookies are never sent along, so there is nothing that a page
+ * could steal with them.
+ */
+export function allowOrigins(request: FastifyRequest, reply: FastifyReply): void {
+  if (request.headers.origin === undefined) return;
+  reply.header('access-control-allow-origin', '*');
+  reply.header('access-control-expose-headers', 'x-request-id, retry-after');
+  if (!isPreflight(request)) return;
+  // What is asked for is given: clients send headers of their own, and a list of them would break the next one.
+  reply.header('access-control-allow-methods', 'GET, POST, OPTIONS');
+  reply.header('access-control-allow-headers', request.headers['access-control-request-headers'] ?? '*');
+  reply.header('access-control-max-age', '600');
+  reply.header('vary', 'access-control-request-headers');
+}
+
+/** Whether a browser asks what it may ask. */
+export function isPreflight(request: FastifyRequest): boolean {
+  return request.method === 'OPTIONS' && request.headers['access-control-request-method'] !== undefined;
+}
+
 /** A request body as JSON. Throws `ApiError` 400 for anything that is not JSON in UTF-8 or is nested too deeply. */
 export function parseBody(body: Buffer): unknown {
   if (!isUtf8(body)) throw new ApiError('invalid_json', 'The request body is not valid UTF-8.');

@@ -108,7 +108,7 @@ const stop: Field<string[]> = {
 };
 
 /** An id that a client gives its request. */
-const clientRequestId: Field<string> = {
+export const clientRequestId: Field<string> = {
   schema: { type: 'string', pattern: '^[A-Za-z0-9._:-]{1,128}$' },
   expected: 'a string of 1 to 128 letters, digits or . _ : -',
   read(value, path) {
@@ -150,7 +150,7 @@ export const samplingFields = {
 };
 
 /** Constraints on the text that this server cannot honour. */
-const constraintFields = Object.fromEntries(
+export const constraintFields = Object.fromEntries(
   [
     'stop_regex',
     'lora_path',

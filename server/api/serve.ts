@@ -11,7 +11,8 @@ import { createDetokenizer } from '../../model/tokenizer.ts';
 import type { Tokenizer } from '../../model/tokenizer.ts';
 import { ApiError, errorOfReason } from '../errors.ts';
 import type { RoomHandle, RoomOutcome, Rooms } from '../rooms.ts';
-import { streamedAnswer, wholeAnswer } from './answer.ts';
+import type { Client } from './access.ts';
+import { lengthOf, streamedAnswer, wholeAnswer } from './answer.ts';
 import type { StreamLimits } from './answer.ts';
 import type { AnswerHead, GenerationPlan, TokenTexts } from './dialect.ts';
 import { toApiError } from './edge.ts';
@@ -20,6 +21,7 @@ import type { Finish, Generation, TokenUsage } from './generation.ts';
 import { promptTokens } from './prompts.ts';
 import type { PromptReader } from './prompts.ts';
 import { resolveMaxTokens } from './sampling.ts';
+import type { Turn, Turns } from './turns.ts';
 
 /** Request-level metrics, as server/metrics.ts keeps them. Durations in seconds. */
 export interface RequestObserver {
@@ -45,6 +47,8 @@ export interface RequestObserver {
 export interface Exchange {
   /** The id in its answer, the one its client gave it (`x-request-id`) or was given, and its `rid`. */
   readonly ids: readonly string[];
+  /** Whose it is. */
+  readonly client: Client;
   /** End it now with this error, before or after its headers. */
   abort(error: ApiError): void;
 }
@@ -55,6 +59,9 @@ export interface ServeContext extends PromptReader {
   limits: Readonly<StreamLimits>;
   log: FastifyBaseLogger;
   observe: RequestObserver;
+  turns: Turns;
+  /** When a token came last, by performance.now(). */
+  lastTokenMs: number;
   /** Set by closeApp: nothing new is taken. */
   draining: boolean;
   /** Requests being answered. */
@@ -92,8 +99,7 @@ interface Choice {
 /** Answer one request; rejects with what the error handler is to send. */
 export async function serveGeneration(
   context: ServeContext,
-  request: FastifyRequest,
-  reply: FastifyReply,
+  { request, reply, client }: { request: FastifyRequest; reply: FastifyReply; client: Client },
   makePlan: () => GenerationPlan,
 ): Promise<FastifyReply> {
   const { observe } = context;
@@ -117,12 +123,15 @@ export async function serveGeneration(
     model: call.model,
   };
   const usage = () => sumUsage(choices, promptTokenCount);
+  reply.headers(plan.headers ?? {});
   const dialect = plan.createDialect({ head, usage, tokens: tokenTexts(context.tokenizer) });
 
   await new Promise<void>((resolve, reject) => {
     const { raw } = reply;
     let isOver = false;
+    let turn: Turn | null = null;
     let hasTokens = false;
+    let answerBytes = 0;
     const answer = call.stream
       ? streamedAnswer(reply, dialect, context.limits, dropSlow)
       : wholeAnswer(reply, dialect, choices.length);
@@ -137,6 +146,7 @@ export async function serveGeneration(
       context.exchanges.delete(exchange);
       if (call.requestId !== null) context.requestIds.delete(call.requestId);
       finish();
+      turn?.leave();
       if (context.exchanges.size === 0) context.whenIdle?.();
       const seconds = secondsSince(startMs);
       const { completionTokens } = usage();
@@ -203,12 +213,18 @@ export async function serveGeneration(
 
     function takeTokens(index: number, choice: Choice, ids: number[]): void {
       if (isOver || choice.isOver || ids.length === 0) return;
-      answer.deltas(index, choice.generation.push(ids));
+      const deltas = choice.generation.push(ids);
+      answer.deltas(index, deltas);
       if (isOver) return;
       if (!hasTokens) observe.firstToken(secondsSince(startMs), call.stream);
       else if (choice.lastTokensMs !== null) observe.betweenTokens(secondsSince(choice.lastTokensMs));
       hasTokens = true;
       choice.lastTokensMs = performance.now();
+      context.lastTokenMs = choice.lastTokensMs;
+      for (const delta of deltas) answerBytes += lengthOf(delta);
+      if (!call.stream && answerBytes > context.limits.maxAnswerBytes && choice.generation.finish === null) {
+        answer.deltas(index, choice.generation.end('length'));
+      }
       const { finish } = choice.generation;
       if (finish === null) return;
       // The client has its whole answer; there is no need to wait until the room has unwound.
@@ -249,6 +265,7 @@ export async function serveGeneration(
     }
 
     const exchange: Exchange = {
+      client,
       ids: [head.id, request.id, ...(call.requestId === null ? [] : [call.requestId])],
       abort(error) {
         if (isOver) return;
@@ -259,6 +276,7 @@ export async function serveGeneration(
 
     /** A room for each choice, or none at all. */
     function startRooms(): void {
+      if (isOver) return;
       const seed = call.seed ?? randomInt(2 ** 32);
       for (const [index, choice] of choices.entries()) {
         if (choice.maxTokens === 0) {
@@ -289,13 +307,25 @@ export async function serveGeneration(
     if (raw.destroyed) return lose('client_lost');
     context.exchanges.add(exchange);
     if (call.requestId !== null) context.requestIds.add(call.requestId);
-    try {
-      startRooms();
-    } catch (error) {
+    const refuse = (error: unknown): void => {
       const refusal = toApiError(error, context.log);
-      if (refusal.status === 503) observe.rejected(refusal.code);
+      if (refusal.status === 503 || refusal.status === 429) observe.rejected(refusal.code);
       fail(refusal, 'rejected');
       cancelRooms('client_cancel');
+    };
+    const begin = (): void => {
+      try {
+        startRooms();
+      } catch (error) {
+        refuse(error);
+      }
+    };
+    try {
+      turn = context.turns.enter(client, choices.length, begin, refuse);
+      // It may be over already: refused as it began, or without a token to wait for.
+      if (isOver) turn.leave();
+    } catch (error) {
+      refuse(error);
     }
   });
   return reply;

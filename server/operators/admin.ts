@@ -24,7 +24,10 @@ export function createAdminGate(key: string | null): AdminGate {
   return (request) => {
     if (key === null) {
       if (isLocal(request)) return;
-      throw new ApiError('forbidden', 'Without --admin-key this is for clients on the same machine only.');
+      throw new ApiError(
+        'insufficient_permissions',
+        'Without --admin-key this is for clients on the same machine only.',
+      );
     }
     const shown = keyOf(request);
     if (shown === null) throw new ApiError('invalid_api_key', 'This needs the admin key: Authorization: Bearer KEY.');

@@ -6,26 +6,16 @@ import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { readFileSync } from 'node:fs';
 import { connect } from 'node:net';
-import type { AddressInfo, Socket } from 'node:net';
+import type { Socket } from 'node:net';
 import { setImmediate as nextTurn } from 'node:timers/promises';
 import { after, afterEach, before, describe, test } from 'node:test';
-import { fileURLToPath } from 'node:url';
 import type { FastifyInstance } from 'fastify';
 import OpenAI from 'openai';
-import { pino } from 'pino';
-import { loadChatEncoding } from '../../model/chat.ts';
-import { loadTokenizer } from '../../model/tokenizer.ts';
-import { createAdminGate } from '../../server/operators/admin.ts';
 import { ApiError } from '../../server/errors.ts';
-import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
+import { closeApp } from '../../server/http.ts';
 import type { HttpLimits } from '../../server/http.ts';
-import type { RequestObserver } from '../../server/api/serve.ts';
-import type { RoomHandle, RoomOutcome, RoomRequest, Rooms } from '../../server/rooms.ts';
-
-const modelDirectory = fileURLToPath(new URL('../../model/nano', import.meta.url));
-const tokenizer = loadTokenizer(modelDirectory);
-const chat = loadChatEncoding(modelDirectory);
-const contextLength = 4096;
+import { contextLength, listen, tokenizer } from '../support/scripted-rooms.ts';
+import type { Room } from '../support/scripted-rooms.ts';
 
 interface Sample {
   thinking: boolean;
@@ -40,136 +30,6 @@ const samples = readFileSync(new URL('../data/nano-samples.jsonl', import.meta.u
   .trim()
   .split('\n')
   .map((line) => JSON.parse(line) as Sample);
-
-/** One room, driven by the test. */
-class Room implements RoomHandle {
-  readonly request: RoomRequest;
-  readonly #sink: Parameters<Rooms['start']>[1];
-  readonly cancelled: Promise<'client_lost' | 'stop_string' | 'client_cancel'>;
-  #resolveCancelled!: (reason: 'client_lost' | 'stop_string' | 'client_cancel') => void;
-  cancelReason: 'client_lost' | 'stop_string' | 'client_cancel' | null = null;
-  cancelCount = 0;
-
-  constructor(request: RoomRequest, sink: Parameters<Rooms['start']>[1]) {
-    this.request = request;
-    this.#sink = sink;
-    this.cancelled = new Promise((resolve) => {
-      this.#resolveCancelled = resolve;
-    });
-  }
-
-  cancel(reason: 'client_lost' | 'stop_string' | 'client_cancel'): void {
-    this.cancelCount += 1;
-    if (this.cancelReason !== null) return;
-    this.cancelReason = reason;
-    this.#resolveCancelled(reason);
-    // At once, before this returns: so do real rooms.
-    if (reason === 'stop_string') this.#sink.onEnd({ kind: 'stop' });
-    else this.#sink.onEnd({ kind: 'cancelled', reason });
-  }
-
-  tokens(ids: number[]): void {
-    if (this.cancelReason === null) this.#sink.onTokens(ids);
-  }
-
-  text(text: string): void {
-    this.tokens(tokenizer.encode(text));
-  }
-
-  end(outcome: RoomOutcome): void {
-    if (this.cancelReason === null) this.#sink.onEnd(outcome);
-  }
-
-  /** The rest of an answer that ends by itself. */
-  finish(text: string): void {
-    this.text(text);
-    this.tokens([tokenizer.eosId]);
-    this.end({ kind: 'stop' });
-  }
-}
-
-/** Rooms whose answers the test gives: by hand through `next`, or through `script`. */
-class ScriptedRooms implements Rooms {
-  isReady = true;
-  refusal: ApiError | null = null;
-  /** Run for every room, after `start` has returned. */
-  script: ((room: Room) => void) | null = null;
-  startCount = 0;
-  readonly #rooms: Room[] = [];
-  readonly #waiting: ((room: Room) => void)[] = [];
-
-  start(request: RoomRequest, sink: Parameters<Rooms['start']>[1]): RoomHandle {
-    if (this.refusal !== null) throw this.refusal;
-    this.startCount += 1;
-    const room = new Room(request, sink);
-    const waiting = this.#waiting.shift();
-    if (waiting !== undefined) waiting(room);
-    else this.#rooms.push(room);
-    const { script } = this;
-    if (script !== null) setImmediate(() => script(room));
-    return room;
-  }
-
-  ready(): boolean {
-    return this.isReady;
-  }
-
-  /** The next room that starts. */
-  next(): Promise<Room> {
-    const room = this.#rooms.shift();
-    return room === undefined ? new Promise((resolve) => this.#waiting.push(resolve)) : Promise.resolve(room);
-  }
-
-  reset(): void {
-    this.isReady = true;
-    this.refusal = null;
-    this.script = null;
-    this.startCount = 0;
-    this.#rooms.length = 0;
-  }
-}
-
-interface Observed {
-  responded: [string, number][];
-  rejected: string[];
-  firstTokens: number;
-  laterTokens: number;
-  finished: Parameters<RequestObserver['finished']>[0][];
-}
-
-/** An app on a free port, its rooms, and what its metrics were told. */
-async function listen(limits: Partial<HttpLimits> = {}) {
-  const rooms = new ScriptedRooms();
-  const observed: Observed = { responded: [], rejected: [], firstTokens: 0, laterTokens: 0, finished: [] };
-  const responses: (() => void)[] = [];
-  const app = createApp({
-    rooms,
-    tokenizer,
-    chat,
-    modelId: 'nano',
-    contextLength,
-    limits: { ...defaultHttpLimits, ...limits },
-    log: pino({ level: 'silent' }),
-    gate: createAdminGate('test-key'),
-    debugPage: () => Promise.reject(new Error('asked for by no test here')),
-    metricsText: () => Promise.resolve('handoff_up 1\n'),
-    observe: {
-      responded(route, status) {
-        observed.responded.push([route, status]);
-        for (const resolve of responses.splice(0)) resolve();
-      },
-      rejected: (code) => observed.rejected.push(code),
-      firstToken: () => (observed.firstTokens += 1),
-      betweenTokens: () => (observed.laterTokens += 1),
-      finished: (request) => observed.finished.push(request),
-    },
-  });
-  await app.listen({ host: '127.0.0.1', port: 0 });
-  const { port } = app.server.address() as AddressInfo;
-  /** Resolves when the next HTTP exchange is over. */
-  const nextResponse = () => new Promise<void>((resolve) => responses.push(resolve));
-  return { app, rooms, observed, nextResponse, port, url: `http://127.0.0.1:${port}` };
-}
 
 let server: Awaited<ReturnType<typeof listen>>;
 let client: OpenAI;
@@ -983,7 +843,7 @@ describe('aborting', () => {
   });
 
   test('without a whole id is refused', async () => {
-    for (const body of [{}, { rid: '' }, { rid: 7 }, { abort_all: 'yes' }]) {
+    for (const body of [{}, { rid: '' }, { rid: 7 }, { abort_all: false }]) {
       const { status, param } = await errorOf(await post('/abort_request', body));
       assert.deepEqual([status, param], [400, 'rid'], JSON.stringify(body));
     }

@@ -54,6 +54,7 @@ const pureApi = [
   'messages',
   'openapi',
   'responses',
+  'responses-tools',
   'sampling',
   'tokenize',
 ].map((name) => `server/api/${name}.ts`);

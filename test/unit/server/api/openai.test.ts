@@ -536,7 +536,7 @@ interface WholeBody {
 
 test('a whole chat answer leaves out what is not there', () => {
   const body = (of: readonly AnswerDelta[], end: Finish) =>
-    dialectOf(plan({})).body([{ answer: sumDeltas(of), finish: end }]) as WholeBody;
+    dialectOf(plan({})).body([{ answer: sumDeltas(of), deltas: of, finish: end }]) as WholeBody;
   assert.deepEqual(body(deltas, finish).choices[0]?.message, {
     role: 'assistant',
     content: 'c',
@@ -552,7 +552,7 @@ test('a whole chat answer leaves out what is not there', () => {
 test('a whole completion answer has text, finish reason and usage', () => {
   const answer = sumDeltas([{ kind: 'content', text: 'x' }]);
   const end: Finish = { reason: 'length', matchedStop: null };
-  const body = dialectOf(completion({})).body([{ answer, finish: end }]) as WholeBody;
+  const body = dialectOf(completion({})).body([{ answer, deltas: [], finish: end }]) as WholeBody;
   assert.equal(body.object, 'text_completion');
   assert.deepEqual(body.choices, [
     { index: 0, text: 'x', logprobs: null, finish_reason: 'length', matched_stop: null },
