@@ -9,8 +9,8 @@
  */
 import { readFileSync } from 'node:fs';
 import { join } from 'node:path';
-import { formatJson, jsonFromValue, parseJson } from './json-text.ts';
-import type { Json } from './json-text.ts';
+import { formatJson, jsonFromValue, MAX_JSON_VALUES, parseJson } from './json-text.ts';
+import type { Json, JsonBudget } from './json-text.ts';
 import type { PromptPiece } from './tokenizer.ts';
 
 /** Text content: a string, or parts that are joined. Null is the empty string. */
@@ -168,11 +168,12 @@ export function renderChat(encoding: ChatEncoding, conversation: Conversation): 
   const isContinued = conversation.continueFinalMessage === true;
   if (isContinued) checkContinued(messages);
 
-  let turns = readTurns(messages);
-  if (tools.length > 0) extendSystem(turns, toolsPieces(encoding, tools));
+  const budget: JsonBudget = { valuesLeft: MAX_JSON_VALUES };
+  let turns = readTurns(messages, budget);
+  if (tools.length > 0) extendSystem(turns, toolsPieces(encoding, tools, budget));
   const { responseSchema } = conversation;
   if (responseSchema && encoding.responseFormat !== null) {
-    extendSystem(turns, responseFormatPieces(encoding.responseFormat, responseSchema));
+    extendSystem(turns, responseFormatPieces(encoding.responseFormat, responseSchema, budget));
   }
   if (thinking && !keepThinking) {
     const lastAsked = turns.findLastIndex(asksModel);
@@ -275,7 +276,7 @@ interface UserBlock {
   order: number | null;
 }
 
-function readTurns(messages: readonly ChatMessage[]): Turn[] {
+function readTurns(messages: readonly ChatMessage[], budget: JsonBudget): Turn[] {
   const turns: Turn[] = [];
   // Blocks of consecutive user and tool messages, which become one user turn with the task of its first message.
   let blocks: UserBlock[] = [];
@@ -314,7 +315,7 @@ function readTurns(messages: readonly ChatMessage[]): Turn[] {
         const calls = message.tool_calls ?? [];
         const pieces = [plain(contentText(message.content, index, '\n'))];
         if (calls.length > 0) {
-          pieces.push(trusted('\n\n'), ...toolCallsPieces(calls, index));
+          pieces.push(trusted('\n\n'), ...toolCallsPieces(calls, index, budget));
           callOrder = new Map(calls.flatMap((call, order) => (call.id ? [[call.id, order] as const] : [])));
         }
         turns.push({ role, pieces, task, reasoning: message.reasoning_content ?? '' });
@@ -364,25 +365,26 @@ function extendSystem(turns: Turn[], pieces: readonly PromptPiece[]): void {
   turns[0]!.pieces.push(trusted('\n\n'), ...pieces);
 }
 
-function toolsPieces(encoding: ChatEncoding, tools: readonly ToolDefinition[]): PromptPiece[] {
-  const schemas = tools.map((tool, index) => jsonText(tool.function, `tools[${index}]`));
+function toolsPieces(encoding: ChatEncoding, tools: readonly ToolDefinition[], budget: JsonBudget): PromptPiece[] {
+  const schemas = tools.map((tool, index) => jsonText(tool.function, `tools[${index}]`, budget));
   return [trusted(encoding.toolsHead), plain(schemas.join('\n')), trusted(encoding.toolsTail)];
 }
 
-function responseFormatPieces(text: string, schema: object): PromptPiece[] {
+function responseFormatPieces(text: string, schema: object, budget: JsonBudget): PromptPiece[] {
   const markIndex = text.indexOf(SCHEMA_MARK);
   return [
     trusted(text.slice(0, markIndex)),
-    plain(jsonText(schema, 'the schema of the answer')),
+    plain(jsonText(schema, 'the schema of the answer', budget)),
     trusted(text.slice(markIndex + SCHEMA_MARK.length)),
   ];
 }
 
-function jsonText(value: unknown, name: string): string {
+function jsonText(value: unknown, name: string, budget: JsonBudget): string {
   try {
-    return formatJson(jsonFromValue(value));
+    return formatJson(jsonFromValue(value, budget));
   } catch (error) {
-    if (error instanceof SyntaxError) throw new ChatError(null, `${name}: ${error.message}`);
+    if (error instanceof SyntaxError || error instanceof RangeError)
+      throw new ChatError(null, `${name}: ${error.message}`);
     throw error;
   }
 }
@@ -399,12 +401,12 @@ function jsonText(value: unknown, name: string): string {
  *
  * A call without arguments has an empty line between its tags.
  */
-function toolCallsPieces(calls: readonly ChatToolCall[], messageIndex: number): PromptPiece[] {
+function toolCallsPieces(calls: readonly ChatToolCall[], messageIndex: number, budget: JsonBudget): PromptPiece[] {
   const { dsml } = CHAT_TOKENS;
   const pieces = [trusted(`<${dsml}tool_calls>\n`)];
   for (const call of calls) {
     pieces.push(trusted(`<${dsml}invoke name="`), plain(call.function.name), trusted('">\n'));
-    for (const [index, [name, value]] of [...readArguments(call.function.arguments, messageIndex)].entries()) {
+    for (const [index, [name, value]] of [...readArguments(call.function.arguments, messageIndex, budget)].entries()) {
       const isString = value.kind === 'string';
       pieces.push(
         trusted(`${index === 0 ? '' : '\n'}<${dsml}parameter name="`),
@@ -421,14 +423,21 @@ function toolCallsPieces(calls: readonly ChatToolCall[], messageIndex: number): 
 }
 
 /** Arguments of a call. Absent or empty is none; text that is not a JSON object is one parameter called `arguments`. */
-function readArguments(value: string | object | null | undefined, messageIndex: number): ReadonlyMap<string, Json> {
+function readArguments(
+  value: string | object | null | undefined,
+  messageIndex: number,
+  budget: JsonBudget,
+): ReadonlyMap<string, Json> {
   if (value === null || value === undefined || value === '') return new Map();
   try {
-    const json = typeof value === 'string' ? parseJson(value) : jsonFromValue(value);
+    const json = typeof value === 'string' ? parseJson(value, budget) : jsonFromValue(value, budget);
     if (json.kind === 'object') return json.members;
   } catch (error) {
-    if (!(error instanceof SyntaxError)) throw error;
-    if (typeof value !== 'string') throw new ChatError(messageIndex, `tool call arguments: ${error.message}`);
+    const isTextFault = typeof value === 'string' && error instanceof SyntaxError;
+    if (!isTextFault && (error instanceof SyntaxError || error instanceof RangeError)) {
+      throw new ChatError(messageIndex, `tool call arguments: ${error.message}`);
+    }
+    if (!isTextFault) throw error;
   }
   const text = typeof value === 'string' ? value : formatJson(jsonFromValue(value));
   return new Map([['arguments', { kind: 'string', value: text }]]);

@@ -19,12 +19,24 @@ export type Json =
 /** Nesting allowed in a value. Python's own limit is about 1000; the bound keeps the recursion off the stack's end. */
 export const MAX_JSON_DEPTH = 256;
 
-/** Read JSON text (RFC 8259). Throws SyntaxError for anything else and for values nested beyond MAX_JSON_DEPTH. */
-export function parseJson(text: string): Json {
-  const reader = { text, offset: 0 };
+/** How many values may still be read. One of these goes through all that is read for one purpose. */
+export interface JsonBudget {
+  valuesLeft: number;
+}
+
+/** Values that one prompt may hold: more than the longest context has tokens. Bounds memory, whatever clients send. */
+export const MAX_JSON_VALUES = 2 ** 20;
+
+/**
+ * Read JSON text (RFC 8259). Throws SyntaxError for anything else and for values nested beyond MAX_JSON_DEPTH, RangeError
+ * when the budget, MAX_JSON_VALUES for this text alone if none is given, is used up.
+ */
+export function parseJson(text: string, budget: JsonBudget = { valuesLeft: MAX_JSON_VALUES }): Json {
+  const reader: Reader = { text, offset: 0, valuesLeft: budget.valuesLeft };
   const value = readValue(reader, 0);
   skipWhitespace(reader);
   if (reader.offset !== text.length) throw unexpected(reader);
+  budget.valuesLeft = reader.valuesLeft;
   return value;
 }
 
@@ -34,15 +46,71 @@ const spellings = new WeakMap<object, Json>();
 /** Texts without any of these lose nothing: no fraction, exponent, integer past 2^53 or key that looks like an integer. */
 const MAY_LOSE = /\d[.eE]|\d{16}|"\d+"\s*:/;
 
+/** Longer members are not read a second time. */
+const MAX_SPELLED_LENGTH = 2 ** 20;
+
 /**
- * What JSON.parse returns for `text`. For as long as the objects and arrays in it are not changed, jsonFromValue gives
- * them their number texts and key order back. Throws SyntaxError like parseJson.
+ * What JSON.parse returns for `text`. Where that is an object, its members with the names `spelled` keep what JSON.parse
+ * loses: for as long as the objects and arrays in them are not changed, jsonFromValue gives them their number texts and
+ * key order back. Members of more than a million characters do not. Throws SyntaxError like parseJson.
  */
-export function parseJsonValue(text: string): unknown {
+export function parseJsonValue(text: string, spelled: readonly string[]): unknown {
   const value = JSON.parse(text) as unknown;
-  if (MAY_LOSE.test(text)) rememberSpelling(value, parseJson(text));
+  if (!isComposite(value) || Array.isArray(value)) return value;
+  const body = value as Record<string, unknown>;
+  if (!spelled.some((name) => Object.hasOwn(body, name) && isComposite(body[name]))) return value;
+  // Of a repeated member the last value counts, as it does for JSON.parse.
+  const members = new Map<string, string>();
+  for (const [name, memberText] of memberTexts(text)) if (spelled.includes(name)) members.set(name, memberText);
+  for (const [name, memberText] of members) {
+    if (memberText.length <= MAX_SPELLED_LENGTH && MAY_LOSE.test(memberText)) {
+      rememberSpelling(body[name], parseJson(memberText));
+    }
+  }
   return value;
 }
+
+function isComposite(value: unknown): boolean {
+  return typeof value === 'object' && value !== null;
+}
+
+/** Names and texts of the members of the object that `text`, which is known to be JSON, holds. */
+function* memberTexts(text: string): Generator<[name: string, text: string]> {
+  const reader: Reader = { text, offset: text.indexOf('{') + 1, valuesLeft: 0 };
+  if (takeChar(reader, '}')) return;
+  do {
+    skipWhitespace(reader);
+    const name = readString(reader);
+    takeChar(reader, ':');
+    const start = reader.offset;
+    skipValue(reader);
+    yield [name, text.slice(start, reader.offset)];
+  } while (takeChar(reader, ','));
+}
+
+/** Go to the end of a value that is known to be JSON, without looking at more than its brackets and strings. */
+function skipValue(reader: Reader): void {
+  let depth = 0;
+  do {
+    const pattern = depth === 0 ? BRACKET_QUOTE_OR_COMMA : BRACKET_OR_QUOTE;
+    pattern.lastIndex = reader.offset;
+    const { index, 0: found } = pattern.exec(reader.text)!;
+    reader.offset = index;
+    if (found === '"') {
+      skipString(reader);
+    } else if (found === '{' || found === '[') {
+      depth++;
+      reader.offset++;
+    } else if (depth > 0) {
+      depth--;
+      reader.offset++;
+    }
+    // Else it is what stands behind a number or a literal.
+  } while (depth > 0);
+}
+
+const BRACKET_OR_QUOTE = /[[\]{}"]/g;
+const BRACKET_QUOTE_OR_COMMA = /[[\]{}",]/g;
 
 /** Remember every object and array below `value` that would be spelled unlike `json`; returns whether `value` would be. */
 function rememberSpelling(value: unknown, json: Json): boolean {
@@ -52,7 +120,9 @@ function rememberSpelling(value: unknown, json: Json): boolean {
     case 'string':
       return false;
     case 'number':
-      return pythonNumber(numberText(value as number)) !== pythonNumber(json.text);
+      // A whole number is printed as an integer, and one past 2^53 with other digits.
+      if (/[.eE]/.test(json.text)) return Number.isInteger(value);
+      return json.text.length > 15 && numberText(value as number) !== json.text;
     case 'array':
       for (const [index, item] of json.items.entries()) {
         if (rememberSpelling((value as unknown[])[index], item)) isLossy = true;
@@ -75,9 +145,11 @@ function rememberSpelling(value: unknown, json: Json): boolean {
 
 /**
  * The same for a value that JSON.parse or parseJsonValue returned. Members that are undefined are left out, as
- * JSON.stringify does. Throws SyntaxError for what JSON cannot hold and for values nested beyond MAX_JSON_DEPTH.
+ * JSON.stringify does. Throws SyntaxError for what JSON cannot hold and for values nested beyond MAX_JSON_DEPTH,
+ * RangeError when the budget is used up.
  */
-export function jsonFromValue(value: unknown, depth = 0): Json {
+export function jsonFromValue(value: unknown, budget: JsonBudget = { valuesLeft: MAX_JSON_VALUES }, depth = 0): Json {
+  if (budget.valuesLeft-- <= 0) throw new RangeError(TOO_MANY_VALUES);
   if (depth > MAX_JSON_DEPTH) throw new SyntaxError(`JSON nested deeper than ${MAX_JSON_DEPTH} levels`);
   if (value === null) return { kind: 'literal', text: 'null' };
   switch (typeof value) {
@@ -91,11 +163,11 @@ export function jsonFromValue(value: unknown, depth = 0): Json {
       const spelled = spellings.get(value);
       if (spelled !== undefined) return spelled;
       if (Array.isArray(value)) {
-        return { kind: 'array', items: value.map((item: unknown) => jsonFromValue(item, depth + 1)) };
+        return { kind: 'array', items: value.map((item: unknown) => jsonFromValue(item, budget, depth + 1)) };
       }
       const members = new Map<string, Json>();
       for (const [key, member] of Object.entries(value)) {
-        if (member !== undefined) members.set(key, jsonFromValue(member, depth + 1));
+        if (member !== undefined) members.set(key, jsonFromValue(member, budget, depth + 1));
       }
       return { kind: 'object', members };
     }
@@ -154,13 +226,17 @@ function pythonFloat(value: number): string {
 
 /** Text for a number whose spelling is lost: whole numbers are taken for integers, up to where JavaScript prints 1e+21. */
 function numberText(value: number): string {
+  if (Number.isSafeInteger(value)) return String(value);
   return Number.isInteger(value) && Math.abs(value) < 1e21 ? BigInt(value).toString() : String(value);
 }
 
 interface Reader {
   readonly text: string;
   offset: number;
+  valuesLeft: number;
 }
+
+const TOO_MANY_VALUES = `JSON of more than ${MAX_JSON_VALUES} values`;
 
 const WHITESPACE = /[ \t\r\n]*/y;
 const NUMBER = /-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?/y;
@@ -168,6 +244,7 @@ const LITERAL = /true|false|null/y;
 
 function readValue(reader: Reader, depth: number): Json {
   if (depth > MAX_JSON_DEPTH) throw new SyntaxError(`JSON nested deeper than ${MAX_JSON_DEPTH} levels`);
+  if (reader.valuesLeft-- <= 0) throw new RangeError(TOO_MANY_VALUES);
   skipWhitespace(reader);
   switch (reader.text[reader.offset]) {
     case '{':
@@ -211,14 +288,19 @@ function readArray(reader: Reader, depth: number): Json {
   }
 }
 
-function readString(reader: Reader): string {
-  const start = reader.offset;
-  if (reader.text[start] !== '"') throw unexpected(reader);
+/** Go behind the string that begins here. */
+function skipString(reader: Reader): void {
   // A search, not a pattern: (?:[^"\\]|\\.)* overflows the matcher's stack on a string of some megabytes.
-  let end = start;
+  let end = reader.offset;
   do end = reader.text.indexOf('"', end + 1);
   while (end !== -1 && isEscaped(reader.text, end));
   reader.offset = end === -1 ? reader.text.length : end + 1;
+}
+
+function readString(reader: Reader): string {
+  const start = reader.offset;
+  if (reader.text[start] !== '"') throw unexpected(reader);
+  skipString(reader);
   // JSON.parse checks the escapes, the control characters and the closing quote.
   return JSON.parse(reader.text.slice(start, reader.offset)) as string;
 }

@@ -13,6 +13,9 @@ import type { ErrorCode } from '../errors.ts';
 import { isObject } from './fields.ts';
 import type { JsonObject } from './fields.ts';
 
+/** Fields of any API that hold JSON which the model is shown: its numbers keep the client's spelling. */
+const shownFields = ['tools', 'response_format', 'text', 'output_config'];
+
 /** Deepest nesting of a request body. JSON.parse would take more; walking it recursively would not. */
 const maxJsonDepth = 64;
 
@@ -54,7 +57,7 @@ export function parseBody(body: Buffer): unknown {
   }
   const text = body.toString('utf8');
   try {
-    return parseJsonValue(text.startsWith('\uFEFF') ? text.slice(1) : text);
+    return parseJsonValue(text.startsWith('\uFEFF') ? text.slice(1) : text, shownFields);
   } catch {
     // V8's message quotes the body, which may hold a prompt.
     throw new ApiError(

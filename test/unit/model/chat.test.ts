@@ -3,7 +3,7 @@ import { readFileSync } from 'node:fs';
 import test from 'node:test';
 import { ChatError, loadChatEncoding, promptText, renderChat } from '../../../model/chat.ts';
 import type { ChatMessage, Conversation, ToolDefinition } from '../../../model/chat.ts';
-import { parseJsonValue } from '../../../model/json-text.ts';
+import { MAX_JSON_VALUES, parseJsonValue } from '../../../model/json-text.ts';
 import { loadTokenizer } from '../../../model/tokenizer.ts';
 
 const NANO = 'model/nano';
@@ -287,7 +287,7 @@ test('a task ends its message with a token, and what answers it has no reasoning
 test('a schema for the answer follows the tools, where the checkpoint has a text for it', () => {
   const withText = { ...encoding, responseFormat: '## Response Format:\n\nFollow this:\n{schema}' };
   const user: ChatMessage = { role: 'user', content: 'u' };
-  const responseSchema = parseJsonValue('{"minimum":1.0}') as object;
+  const { schema: responseSchema } = parseJsonValue('{"schema":{"minimum":1.0}}', ['schema']) as { schema: object };
   const render = (messages: ChatMessage[], tools?: ToolDefinition[]) =>
     promptText(renderChat(withText, { messages, tools, responseSchema, thinking: false }));
   const asked = '\n\n## Response Format:\n\nFollow this:\n{"minimum": 1.0}<｜User｜>u<｜Assistant｜></think>';
@@ -297,7 +297,8 @@ test('a schema for the answer follows the tools, where the checkpoint has a text
 });
 
 test('numbers and keys of a tool are spelled as the client wrote them', () => {
-  const tools = parseJsonValue('[{"function":{"name":"f","parameters":{"10":1.0,"2":1e5}}}]') as ToolDefinition[];
+  const body = '{"tools":[{"function":{"name":"f","parameters":{"10":1.0,"2":1e5}}}]}';
+  const { tools } = parseJsonValue(body, ['tools']) as { tools: ToolDefinition[] };
   const prompt = text({ messages: [{ role: 'user', content: 'x' }], tools, thinking: false });
   assert.ok(prompt.includes('{"name": "f", "parameters": {"10": 1.0, "2": 100000.0}}'), prompt);
 });
@@ -348,6 +349,8 @@ test('content parts are joined: by a line end, in a tool result by an empty line
 });
 
 test('what cannot be rendered is refused with the index of its message', () => {
+  const half = { enum: Array.from({ length: MAX_JSON_VALUES / 2 + 1 }, () => 1) };
+  const long = JSON.stringify({ a: half, b: half });
   const deep = JSON.parse('['.repeat(1000) + ']'.repeat(1000)) as object;
   const second = (message: object) => ({ messages: [{ role: 'user', content: 'x' }, message], thinking: false });
   const cases: [conversation: object, messageIndex: number | null, message: RegExp][] = [
@@ -367,6 +370,19 @@ test('what cannot be rendered is refused with the index of its message', () => {
     [second({ role: 'user', content: [{ type: 'image_url' }] }), 1, /of type text, found "image_url"/],
     [second({ role: 'tool', content: [null] }), 1, /of type text/],
     [second({ role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: deep } }] }), 1, /nested deeper/],
+    [
+      second({ role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: long } }] }),
+      1,
+      /more than \d+ values/,
+    ],
+    [
+      {
+        ...second({ role: 'user', content: 'x' }),
+        tools: [half, half].map((parameters) => ({ function: { name: 'f', parameters } })),
+      },
+      null,
+      /tools\[1\]: JSON of more than/,
+    ],
     [
       { ...second({ role: 'user', content: 'x' }), tools: [{ function: { name: 'f', parameters: deep } }] },
       null,

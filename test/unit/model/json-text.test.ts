@@ -32,20 +32,41 @@ test('a parsed value is spelled like Python where its numbers allow', () => {
   );
 });
 
-test('a value of parseJsonValue is spelled as it was written, also the objects inside it', () => {
+test('members of parseJsonValue are spelled as they were written, also the objects inside them', () => {
   for (const [text, python] of FROM_TEXT) {
-    assert.deepEqual(parseJsonValue(text), JSON.parse(text));
-    // A number that stands alone has no object to be remembered by.
-    assert.equal(formatJson(jsonFromValue(parseJsonValue(`{"v":${text}}`))), `{"v": ${python}}`, text);
+    const body = `{"x":[1.0],"v":{"v":${text}},"w":{"v":${text}}}`;
+    const value = parseJsonValue(body, ['v', 'none']) as { v: object; w: object };
+    assert.deepEqual(value, JSON.parse(body));
+    assert.equal(formatJson(jsonFromValue(value.v)), `{"v": ${python}}`, text);
+    // Others are plain values.
+    assert.equal(formatJson(jsonFromValue(value.w)), formatJson(jsonFromValue({ v: JSON.parse(text) as unknown })));
   }
-  const value = parseJsonValue('{"tools":[{"min":1.0,"big":9007199254740993},{"10":1,"2":1e5},{"n":0.5}]}') as {
-    tools: object[];
-  };
-  const spelled = value.tools.map((tool) => formatJson(jsonFromValue(tool)));
-  assert.deepEqual(spelled, ['{"min": 1.0, "big": 9007199254740993}', '{"10": 1, "2": 100000.0}', '{"n": 0.5}']);
-  // Into a new object the parts take their spelling with them.
-  assert.equal(formatJson(jsonFromValue({ name: 'f', parameters: value.tools[0] })).includes('"min": 1.0'), true);
-  assert.throws(() => parseJsonValue('{"a":1.0,}'), SyntaxError);
+  const tools = '[{"min":1.0,"big":9007199254740993},{"10":1,"2":1e5},{"n":0.5}]';
+  // Of a repeated member the last value counts.
+  for (const body of [
+    `{"tools":${tools}}`,
+    ` { "a" : "\\"tools\\":1" , "tools":[2.0], "b":[{}],"tools" : ${tools} , "c":-1 } `,
+  ]) {
+    const value = parseJsonValue(body, ['tools']) as { tools: object[] };
+    const spelled = value.tools.map((tool) => formatJson(jsonFromValue(tool)));
+    assert.deepEqual(spelled, ['{"min": 1.0, "big": 9007199254740993}', '{"10": 1, "2": 100000.0}', '{"n": 0.5}']);
+    // Into a new object the parts take their spelling with them.
+    assert.ok(formatJson(jsonFromValue({ name: 'f', parameters: value.tools[0] })).includes('"min": 1.0'));
+  }
+  for (const plain of ['[1.0]', '5', '{}', '{"tools":1.0}', '{"tools":null}', '"tools"']) {
+    assert.deepEqual(parseJsonValue(plain, ['tools']), JSON.parse(plain));
+  }
+  assert.throws(() => parseJsonValue('{"a":1.0,}', ['a']), SyntaxError);
+});
+
+test('the values of one prompt are bounded, whichever way they arrive', () => {
+  const many = `[${'1,'.repeat(1000)}1]`;
+  const budget = () => ({ valuesLeft: 1000 });
+  assert.throws(() => parseJson(many, budget()), /more than \d+ values/);
+  assert.throws(() => jsonFromValue(JSON.parse(many), budget()), /more than \d+ values/);
+  const shared = { valuesLeft: 2000 };
+  parseJson(many, shared);
+  assert.throws(() => jsonFromValue(JSON.parse(many), shared), /more than \d+ values/);
 });
 
 test('text that is not JSON is refused', () => {
@@ -73,9 +94,10 @@ test('values survive the reader and the writer, and the reader accepts what JSON
   fc.assert(
     fc.property(fc.json(), (text) => {
       assert.deepEqual(JSON.parse(formatJson(parseJson(text))), JSON.parse(text));
-      const wrapped = `[${text}]`;
-      assert.deepEqual(parseJsonValue(wrapped), JSON.parse(wrapped));
-      assert.equal(formatJson(jsonFromValue(parseJsonValue(wrapped))), formatJson(parseJson(wrapped)));
+      const body = `{"a": ${text},"v":[${text}],"b":${text}}`;
+      const value = parseJsonValue(body, ['v']) as { v: object };
+      assert.deepEqual(value, JSON.parse(body));
+      assert.equal(formatJson(jsonFromValue(value.v)), formatJson(parseJson(`[${text}]`)));
     }),
     { seed: 3, numRuns: 500 },
   );
