@@ -3,6 +3,7 @@ import type { Conversation } from '../../model/chat.ts';
 import { ApiError } from '../errors.ts';
 import {
   conversationOf,
+  hasToolCalls,
   messagesField,
   readToolChoice,
   thinkingFields,
@@ -78,8 +79,7 @@ export function planChat(body: JsonObject, served: ServedModel): GenerationPlan 
       thinking,
       reasoning:
         fields.include_reasoning === false ? 'hidden' : fields.separate_reasoning === false ? 'inline' : 'separate',
-      // A model that sees earlier calls may write one although it is offered no tools now.
-      readsToolCalls: fields.tools.length > 0 || fields.messages.some((message) => message.tool_calls !== undefined),
+      readsToolCalls: fields.tools.length > 0 || hasToolCalls(fields.messages),
       maxToolCalls: toolChoice === 'none' ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
     },
     createDialect: (context) => createChatDialect(context, call),

@@ -268,6 +268,11 @@ export function readToolChoice(value: unknown, tools: readonly ToolDefinition[])
 // ---------------------------------------------------------------------------------------------------------
 // Conversations
 
+/** Whether an earlier turn called a tool. A model that sees one may write a call although it is offered no tools now. */
+export function hasToolCalls(messages: readonly ChatMessage[]): boolean {
+  return messages.some((message) => (message.tool_calls ?? []).length > 0);
+}
+
 /** Precedence of the many ways to ask for reasoning: thinking, kwargs, reasoning_effort, reasoning. */
 export function conversationOf(
   messages: ChatMessage[],

@@ -4,7 +4,7 @@
  */
 import type { ChatMessage, ChatToolCall, Conversation, ToolDefinition } from '../../model/chat.ts';
 import { ApiError } from '../errors.ts';
-import { conversationOf, efforts, readTextPart, toolName } from './conversation.ts';
+import { conversationOf, efforts, hasToolCalls, readTextPart, toolName } from './conversation.ts';
 import { event } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan } from './dialect.ts';
 import {
@@ -180,8 +180,8 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
       kind: 'chat',
       thinking: conversation.thinking,
       reasoning: 'separate',
-      readsToolCalls: hasTools,
-      maxToolCalls: isNone ? 0 : fields.tool_choice?.disable_parallel_tool_use === true ? 1 : Infinity,
+      readsToolCalls: hasTools || hasToolCalls(conversation.messages),
+      maxToolCalls: isNone || !hasTools ? 0 : fields.tool_choice?.disable_parallel_tool_use === true ? 1 : Infinity,
     },
     createDialect: createMessagesDialect,
   };

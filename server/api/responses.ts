@@ -5,7 +5,7 @@
  */
 import type { ChatMessage, ChatToolCall } from '../../model/chat.ts';
 import { ApiError, errorBody } from '../errors.ts';
-import { conversationOf, efforts, readTextPart } from './conversation.ts';
+import { conversationOf, efforts, hasToolCalls, readTextPart } from './conversation.ts';
 import { event, finiteLogprob } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan, TokenTexts } from './dialect.ts';
 import {
@@ -163,8 +163,9 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
       kind: 'chat',
       thinking: conversation.thinking,
       reasoning: 'separate',
-      readsToolCalls: tools.offered.length > 0,
-      maxToolCalls: tools.choice === 'none' ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
+      readsToolCalls: tools.offered.length > 0 || hasToolCalls(conversation.messages),
+      maxToolCalls:
+        tools.choice === 'none' || tools.offered.length === 0 ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
     },
     createDialect: (context) => createResponsesDialect(context, said, tools),
   };

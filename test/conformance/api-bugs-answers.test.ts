@@ -194,6 +194,38 @@ test('a call that is written without tools, after earlier calls, is dropped and 
   const messages = [user('q'), { role: 'assistant', tool_calls: [call] }, { role: 'tool', content: 'x' }];
   const { message, calls, finish } = await askOne({ messages, ...off }, { text: `So.${block(invoke('now'))}` });
   assert.deepEqual([message.content, calls, finish], ['So.', [], 'stop']);
+  for (const [to, body] of [
+    [
+      '/v1/messages',
+      {
+        model: 'nano',
+        max_tokens: 100,
+        thinking: { type: 'disabled' },
+        messages: [
+          { role: 'user', content: 'q' },
+          { role: 'assistant', content: [{ type: 'tool_use', id: 'c1', name: 'now', input: {} }] },
+          { role: 'user', content: [{ type: 'tool_result', tool_use_id: 'c1', content: 'x' }] },
+        ],
+      },
+    ],
+    [
+      '/v1/responses',
+      {
+        model: 'nano',
+        reasoning: { effort: 'none' },
+        input: [
+          { role: 'user', content: 'q' },
+          { type: 'function_call', call_id: 'c1', name: 'now', arguments: '{}' },
+          { type: 'function_call_output', call_id: 'c1', output: 'x' },
+        ],
+      },
+    ],
+  ] as const) {
+    const { status, body: answer } = await app.post(to, body, { text: `So.${block(invoke('now'))}` });
+    assert.equal(status, 200, answer);
+    assert.match(answer, /"So\."/);
+    assert.doesNotMatch(answer, /DSML|tool_use|function_call/);
+  }
   // Without any, what looks like a call is text about calls.
   const about = await askOne({ messages: [user('q')], ...off }, { text: 'Write <｜DSML｜tool_calls> first.' });
   assert.equal(about.message.content, 'Write <｜DSML｜tool_calls> first.');

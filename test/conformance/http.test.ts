@@ -781,6 +781,21 @@ test('special tokens in what a client sends are plain text; numbers of its tools
   assert.match(tokenizer.decode(await idsOf(body('x', '1e2'))), /"minimum": 100\.0}/);
 });
 
+test('numbers of tools keep their spelling in every API', async () => {
+  const count = async (path: string, body: string) => {
+    const headers = { 'content-type': 'application/json' };
+    const response = await fetch(`${server.url}${path}`, { method: 'POST', headers, body });
+    assert.equal(response.status, 200);
+    return ((await response.json()) as { input_tokens: number }).input_tokens;
+  };
+  const body = (minimum: string) =>
+    `{"model":"nano","messages":[{"role":"user","content":"x"}],` +
+    `"tools":[{"name":"f","input_schema":{"type":"object","minimum":${minimum}}}]}`;
+  const path = '/v1/messages/count_tokens';
+  // A dot and a digit more.
+  assert.equal(await count(path, body('1.0')), (await count(path, body('1'))) + 2);
+});
+
 test('metrics are told of first tokens, later ones and ends, once each', async () => {
   const { rooms, url, observed, nextResponse } = await listenWith({});
   const over = nextResponse();
