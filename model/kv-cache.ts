@@ -8,6 +8,12 @@
  *
  *     page | layer 1 entries | layer 1 index keys | layer 2 entries | …        (layers without entries have no part)
  *     slot | layer 0 window | layer 1 window | tail keys | tail gates | index tail keys | index tail gates | …
+ *          | draft window | draft                                   (only where steps draft)
+ *
+ * Steps that draft run one row of a sequence that may turn out wrong; nothing is undone then, since the next step starts
+ * at that row's position again. A ring holds exactly what its next reader needs, and the wrong row took the place of the
+ * oldest, which that reader is one position past; an entry or index key of a block that a wrong row completed is seen by
+ * nobody before it is made again. Two wrong rows would need rings that are one row longer.
  *
  * A layer's share of all pages may be more than the adapter binds at once: it then lies in segments of whole pages.
  *
@@ -45,6 +51,14 @@ export interface LayerCache {
   readonly indexTail: TailTensors | null;
 }
 
+/** What drafting keeps of a sequence. */
+export interface DraftCache {
+  /** The draft block's own past: a window. Its row of token t is made from the token at t + 1 too. */
+  readonly layer: LayerCache;
+  /** u32 [slots, 1]: what the draft block expects behind the token that the next step runs. */
+  readonly tokens: Tensor;
+}
+
 /** What two workers must agree on before bytes of pages and slots mean the same to both. */
 export interface CacheLayout {
   readonly version: number;
@@ -57,12 +71,16 @@ export interface CacheLayout {
   readonly headDim: number;
   readonly indexHeadDim: number;
   readonly ratios: readonly number[];
+  /** Slots hold the state of the draft block. */
+  readonly draft: boolean;
   readonly pageBytes: number;
   readonly slotBytes: number;
 }
 
 export interface KvCache {
   readonly layers: readonly LayerCache[];
+  /** Null unless steps draft. */
+  readonly draft: DraftCache | null;
   readonly pageCount: number;
   readonly slotCount: number;
   readonly pageBytes: number;
@@ -103,21 +121,24 @@ export function pageBytesOf(config: ModelConfig): number {
 }
 
 /**
- * Allocate a cache of `pageCount` pages and `slotCount` slots.
+ * Allocate a cache of `pageCount` pages and `slotCount` slots; with `draft`, slots keep the draft block's state too.
  *
  * @throws RangeError when a layer's part of all slots, or of one page, exceeds what the device binds at once.
  */
 export function createKvCache(
   device: Device,
   config: ModelConfig,
-  size: { pageCount: number; slotCount: number },
+  options: { pageCount: number; slotCount: number; draft?: boolean },
 ): KvCache {
+  const { draft: withDraft = false, ...size } = options;
   const ungathered = config.layers.map((_, index) => allocateLayer(device, config, index, size));
   const gathering = allocateGathered(device, config, ungathered, size.pageCount);
   const layers = ungathered.map((layer, index): LayerCache => ({ ...layer, gathered: gathering.views[index]! }));
+  const draft = withDraft ? allocateDraftCache(device, config, size.slotCount) : null;
   // Parts of a page and of a slot in the order of their bytes. The first dimension of each tensor is the page or slot.
   const pageParts = layers.flatMap((layer) => [layer.entries, layer.indexKeys].filter((part) => part !== null));
   const slotParts = layers.flatMap(slotPartsOf);
+  if (draft) slotParts.push(draft.layer.window, draft.tokens);
   const pageBytes = pageBytesOf(config);
   const slotBytes = slotParts.reduce((sum, part) => sum + unitBytes(part), 0);
   const readback = new ReadbackPool(device);
@@ -133,6 +154,7 @@ export function createKvCache(
 
   return {
     layers,
+    draft,
     ...size,
     pageBytes,
     slotBytes,
@@ -146,6 +168,7 @@ export function createKvCache(
       headDim: config.headDim,
       indexHeadDim: config.indexHeadDim,
       ratios: config.layers.map((layer) => layer.ratio),
+      draft: withDraft,
       pageBytes,
       slotBytes,
     },
@@ -258,6 +281,15 @@ function allocateGathered(
     return { ...memory, shape: [Math.floor(elements / (capacity * headDim)), capacity, headDim] };
   });
   return { memory, views };
+}
+
+function allocateDraftCache(device: Device, config: ModelConfig, slotCount: number): DraftCache {
+  const shape = [slotCount, config.windowTokens, config.headDim];
+  const window = allocateTensor(device, { shape, dtype: 'f32', label: 'cache draft window' });
+  return {
+    layer: { window, entries: null, tail: null, gathered: null, indexKeys: null, indexTail: null },
+    tokens: allocateTensor(device, { shape: [slotCount, 1], dtype: 'u32', label: 'cache drafts' }),
+  };
 }
 
 function slotPartsOf(layer: LayerCache): Tensor[] {

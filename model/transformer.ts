@@ -7,19 +7,30 @@
  */
 import assert from 'node:assert/strict';
 import type { Device } from '../kernels/device.ts';
+import { NOT_REACHED, SAMPLED } from '../kernels/draft.ts';
 import { embed } from '../kernels/embed.ts';
 import { Recorder } from '../kernels/kernel.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext, StepShape } from './attention.ts';
 import { loadModelConfig, OVERLAP_RATIO, type ConfigChoices, type ModelConfig } from './config.ts';
-import { createKvCache, type KvCache, type LayerCache } from './kv-cache.ts';
+import { createKvCache, type DraftCache, type KvCache } from './kv-cache.ts';
 import { recordHead, recordLayer } from './layer.ts';
-import { allocateMtpWorkspace, recordMtpInput, type MtpWorkspace } from './mtp.ts';
+import {
+  allocateMtpWorkspace,
+  draftContext,
+  recordDrafts,
+  recordDraftTokens,
+  recordMtpInput,
+  writeDraftStep,
+  type DraftArgs,
+  type DraftChunk,
+  type MtpWorkspace,
+} from './mtp.ts';
 import { ReadbackPool } from './readback.ts';
 import { recordRounding } from './rounding.ts';
 import { openCheckpoint, type TensorSource } from './safetensors.ts';
-import { loadWeights, type ModelWeights } from './weights.ts';
+import { loadWeights, type ModelWeights, type MtpWeights } from './weights.ts';
 import { allocateWorkspace, modelLimits, writeRopeTables, type ModelLimits, type Workspace } from './workspace.ts';
 
 /** A model on a device, ready to run. Owns the device memory of its weights and workspace. */
@@ -72,6 +83,13 @@ export interface ForwardSequence {
   readonly tokens: ArrayLike<number>;
   /** Null: nothing is sampled after this chunk. */
   readonly sampling: SamplingParams | null;
+  /** For steps that draft: the token after a chunk that does not sample, where it is known. */
+  readonly next?: number | undefined;
+  /**
+   * For steps that draft: the last of `tokens`, whatever it is, is replaced by the draft in the slot. The row before it
+   * samples as it would without a draft; if it samples the draft, the draft's row samples too.
+   */
+  readonly drafted?: boolean;
 }
 
 export interface ForwardBatch {
@@ -143,6 +161,46 @@ async function forwardStep(model: Model, cache: KvCache, batch: ForwardBatch): P
   return tokens;
 }
 
+/**
+ * `forward` with the draft block behind it: `cache` must have been made with `draft`, the model loaded with `mtp`. Every
+ * sequence that samples gets a draft, in its slot, for the step that runs what it has sampled.
+ *
+ * A token that is sampled is the one that `forward` samples: its row computes the same bits whether the row before it is
+ * of this step or of an earlier one, and its draw depends on seed and position alone. A draft only decides whether it
+ * comes one step earlier.
+ *
+ * @returns the tokens of every sequence that samples, in order: two where a draft was right, else one.
+ */
+export async function forwardDrafting(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[][]> {
+  const tokens: number[][] = [];
+  for (const step of stepsOf(model.limits, batch)) tokens.push(...(await draftingStep(model, cache, step)));
+  return tokens;
+}
+
+async function draftingStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[][]> {
+  const { device, workspace, config } = model;
+  const { mtp, buffers, draft } = draftParts(model, cache);
+  const { phase, sequences } = batch;
+  const shape = writeStep(model, cache, batch);
+  const chunks = draftChunks(sequences);
+  // At least the two rows of a draft's outcomes.
+  const rowsEach = Math.max(2, config.windowTokens);
+  const args = { buffers, cache: draft, shape: writeDraftStep(device, buffers, { phase, chunks, rowsEach }) };
+  const recorder = new Recorder(device);
+  const context = { recorder, config, workspace, shape };
+  recordDraftingStep(context, { model, cache, mtp, args });
+  const { sampledCount } = shape;
+  const bytes = await readBack(model, recorder, workspace.tokens, Math.max(1, sampledCount) * 4);
+  const tokens = new Uint32Array(bytes).subarray(0, sampledCount);
+  assert(!tokens.includes(NO_TOKEN), 'a row of logits holds no usable number: the weights or the cache are damaged');
+  let sampled = 0;
+  return sequences.flatMap((sequence) => {
+    const count = sampleCount(sequence);
+    sampled += count;
+    return count === 0 ? [] : [[...tokens.subarray(sampled - count, sampled)].filter((token) => token !== NOT_REACHED)];
+  });
+}
+
 /** Positions whose logits are wanted. */
 export type WantedPositions = 'all' | readonly number[];
 
@@ -170,11 +228,10 @@ export async function forwardLogits(
 }
 
 /**
- * Run one step of one sequence, then the draft block on the same rows, and bring back the draft's logits: the row of
- * position p is about the token at p + 2. `nextTokens` are the tokens one position further on, as many as rows or one
- * fewer: at the end of what is known the last row has none, and no draft.
+ * Run one step of one sequence, then the draft block on all of its rows, and bring back the draft's logits: the row of
+ * position p is about the token at p + 2. At the end of what is known (`next` left out) the last row has no draft.
  *
- * `draftCache` (`LayerCache` from `allocateMtpCache`) is the draft block's own window. The model must be loaded with `mtp`.
+ * `cache` must have been made with `draft`, the model loaded with `mtp`.
  */
 export async function forwardMtpLogits(
   model: Model,
@@ -183,28 +240,27 @@ export async function forwardMtpLogits(
     readonly phase: 'prefill' | 'decode';
     readonly sequence: ForwardSequence;
     readonly positions: WantedPositions;
-    readonly nextTokens: ArrayLike<number>;
-    readonly draftCache: LayerCache;
   },
 ): Promise<Float32Array[]> {
-  const { device, config, workspace, weights, mtpWorkspace } = model;
-  const { phase, positions, nextTokens, draftCache } = batch;
-  assert(weights.mtp && mtpWorkspace, 'the draft block is not loaded');
-  const sequence = { ...batch.sequence, sampling: null };
-  assert(sequence.tokens.length - nextTokens.length <= 1, 'every row but the last needs its next token');
+  const { device, config, workspace, weights } = model;
+  const { mtp, buffers, draft } = draftParts(model, cache);
+  const { phase, positions } = batch;
+  const sequences = [{ ...batch.sequence, sampling: null }];
   const recorder = new Recorder(device);
-  const shape = writeStep(model, cache, { phase, sequences: [sequence] });
-  recordLayers({ recorder, config, workspace, shape }, model, cache);
+  const context = { recorder, config, workspace, shape: writeStep(model, cache, { phase, sequences }) };
+  const chunks = draftChunks(sequences);
+  const shape = writeDraftStep(device, buffers, { phase, chunks, rowsEach: Infinity });
+  recordLayers(context, model, cache);
+  if (shape.rowCount === 0) {
+    recorder.submit();
+    return [];
+  }
+  const own = draftContext(context, { buffers, shape });
+  recordMtpInput(own, { weights: mtp, embedding: weights.embedding, buffers });
+  recordLayer(own, { ratio: 0, weights: mtp.layer, cache: draft.layer });
   recorder.submit();
-  if (nextTokens.length === 0) return [];
-
-  const drafted = { ...sequence, tokens: nextTokens };
-  const draftShape = writeStep(model, cache, { phase, sequences: [drafted] });
-  const context = { recorder, config, workspace, shape: draftShape };
-  recordMtpInput(context, { weights: weights.mtp, embedding: weights.embedding, buffers: mtpWorkspace });
-  recordLayer(context, { ratio: 0, weights: weights.mtp.layer, cache: draftCache });
-  recorder.submit();
-  return readLogits(model, context, { sequences: [drafted], positions, head: { ...weights.mtp, head: weights.head } });
+  const rows = sequences.map(({ start }) => ({ start, tokens: chunks[0]!.next }));
+  return readLogits(model, own, { sequences: rows, positions, head: { ...mtp, head: weights.head } });
 }
 
 // Logits of rows whose streams the step before has left in the workspace, as many at a time as the workspace holds.
@@ -212,12 +268,13 @@ async function readLogits(
   model: Model,
   context: BlockContext,
   args: {
-    sequences: readonly ForwardSequence[];
+    sequences: readonly Pick<ForwardSequence, 'start' | 'tokens'>[];
     positions: WantedPositions;
     head: Pick<ModelWeights, 'headMix' | 'norm' | 'head'>;
   },
 ): Promise<Float32Array[]> {
-  const { device, workspace, config, limits } = model;
+  const { device, config, limits } = model;
+  const { workspace } = context;
   const { sequences, positions } = args;
   const wanted = positions === 'all' ? null : new Set(positions);
   const rows: number[] = [];
@@ -254,6 +311,28 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
   }
 }
 
+function recordDraftingStep(
+  context: BlockContext,
+  parts: { model: Model; cache: KvCache; mtp: MtpWeights; args: DraftArgs },
+): void {
+  const { recorder, workspace, shape } = context;
+  const { model, cache, mtp, args } = parts;
+  recordDraftTokens(context, args);
+  recordLayers(context, model, cache);
+  if (shape.sampledCount > 0) {
+    recordHead(context, model.weights);
+    sample(recorder, { ...workspace, ...workspace.steps, sampledCount: shape.sampledCount });
+  }
+  recordDrafts(context, { ...args, weights: mtp, model: model.weights });
+}
+
+function draftParts(model: Model, cache: KvCache): { mtp: MtpWeights; buffers: MtpWorkspace; draft: DraftCache } {
+  const { weights, mtpWorkspace } = model;
+  assert(weights.mtp && mtpWorkspace, 'the draft block is not loaded');
+  assert(cache.draft, 'the cache has no place for drafts');
+  return { mtp: weights.mtp, buffers: mtpWorkspace, draft: cache.draft };
+}
+
 // ------------------------------------------------------------------------------------------------------------- steps
 
 // Cut a batch into steps that the workspace holds. How a sequence is cut makes no difference to what it computes.
@@ -261,24 +340,54 @@ function* stepsOf(limits: ModelLimits, batch: ForwardBatch): Generator<ForwardBa
   const { phase } = batch;
   let sequences: ForwardSequence[] = [];
   let rows = 0;
+  let samples = 0;
   for (const sequence of batch.sequences) {
-    const { start, tokens } = sequence;
+    const { start, tokens, drafted } = sequence;
+    // A draft stays with the row that checks it.
+    const leastRows = drafted ? tokens.length : 1;
     let first = 0;
     do {
-      if (rows === limits.maxRows || sequences.length === limits.maxSampled) {
+      const isFull = rows + leastRows > limits.maxRows || sequences.length === limits.maxSampled;
+      if (sequences.length > 0 && (isFull || samples + sampleCount(sequence) > limits.maxSampled)) {
         yield { phase, sequences };
         sequences = [];
         rows = 0;
+        samples = 0;
       }
       const end = Math.min(tokens.length, first + limits.maxRows - rows);
       const chunk = Array.from({ length: end - first }, (_, index) => tokens[first + index]!);
-      const sampling = end === tokens.length ? sequence.sampling : null;
-      sequences.push({ ...sequence, start: start + first, tokens: chunk, sampling });
+      const isLast = end === tokens.length;
+      const part = { ...sequence, start: start + first, tokens: chunk };
+      sequences.push(isLast ? part : { ...part, sampling: null, next: tokens[end] });
       rows += end - first;
+      samples += isLast ? sampleCount(sequence) : 0;
       first = end;
     } while (first < tokens.length);
   }
   yield { phase, sequences };
+}
+
+/** Rows of a chunk that sample: its last, and the one before a draft. */
+function sampleCount({ sampling, drafted }: ForwardSequence): number {
+  return sampling === null ? 0 : drafted ? 2 : 1;
+}
+
+// What follows each row of a step: the chunk's own next token, `next`, or what is sampled there.
+function draftChunks(sequences: readonly ForwardSequence[]): DraftChunk[] {
+  let row = 0;
+  let sampled = 0;
+  return sequences.map((sequence): DraftChunk => {
+    const { slot, start, tokens, sampling, next: known, drafted = false } = sequence;
+    const count = sampleCount(sequence);
+    const firstRow = row;
+    const next = Array.from(tokens).slice(1, drafted ? -1 : undefined);
+    if (sampling === null && known !== undefined) next.push(known);
+    for (let index = 0; index < count; index++) next.push(SAMPLED + sampled + index);
+    const checkedBy = drafted ? sampled : null;
+    row += tokens.length;
+    sampled += count;
+    return { slot, start, firstRow, next, checkedBy, sampling };
+  });
 }
 
 // Describe the step to the device. Everything that changes from step to step is in these tensors, so that bind groups,
@@ -287,7 +396,7 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): StepShape
   const { device, limits, workspace } = model;
   const { sequences, phase } = batch;
   const rowCount = sequences.reduce((sum, { tokens }) => sum + tokens.length, 0);
-  const sampledCount = sequences.filter(({ sampling }) => sampling).length;
+  const sampledCount = sequences.reduce((sum, sequence) => sum + sampleCount(sequence), 0);
   assert(
     sequences.length > 0 && sequences.length <= limits.maxSequences,
     `${sequences.length} sequences in a step of at most ${limits.maxSequences}`,
@@ -314,9 +423,10 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): StepShape
     const end = start + tokens.length;
     lastPosition = Math.max(lastPosition, end - 1);
     if (!sequence.sampling) continue;
-    sampled[sample] = row - 1;
-    writeSamplingRow(sampling, sample, { ...sequence.sampling, position: end });
-    sample++;
+    for (let back = sampleCount(sequence) - 1; back >= 0; back--, sample++) {
+      sampled[sample] = row - 1 - back;
+      writeSamplingRow(sampling, sample, { ...sequence.sampling, position: end - back });
+    }
   }
 
   const { steps } = workspace;
@@ -336,6 +446,7 @@ function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence):
   const { slot, pages, start, tokens } = sequence;
   const end = start + tokens.length;
   assert(tokens.length > 0, 'a chunk without tokens');
+  assert(!sequence.drafted || tokens.length > 1, 'a draft without a token before it');
   assert(slot >= 0 && slot < cache.slotCount, `slot ${slot} of a cache of ${cache.slotCount}`);
   assert(end <= limits.maxPositions, `positions [${start}, ${end}) of at most ${limits.maxPositions}`);
   assert(
@@ -370,7 +481,8 @@ const WARM_ROWS = 32;
 // These steps reach every variant: many and few rows, with and without a choice of entries, greedy and random.
 async function warmPipelines(model: Model, onProgress: (progress: ModelProgress) => void): Promise<void> {
   const { config, limits } = model;
-  const cache = createKvCache(model.device, config, { pageCount: 1, slotCount: 1 });
+  const drafting = model.mtpWorkspace !== null;
+  const cache = createKvCache(model.device, config, { pageCount: 1, slotCount: 1, draft: drafting });
   const steps = warmSteps(config, limits);
   try {
     for (const [index, { note, phase, rowCount, lastPosition }] of steps.entries()) {
@@ -379,7 +491,8 @@ async function warmPipelines(model: Model, onProgress: (progress: ModelProgress)
       const pages = Array.from({ length: Math.ceil((lastPosition + 1) / config.pageTokens) }, () => 0);
       const greedy = { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 };
       const tokens = new Uint32Array(rowCount).fill(config.bosTokenId);
-      await warmStep(model, cache, { phase, sequences: [{ slot: 0, pages, start, tokens, sampling: greedy }] });
+      const sequence = { slot: 0, pages, start, tokens, sampling: greedy, drafted: drafting && rowCount > 1 };
+      await warmStep(model, cache, { phase, sequences: [sequence] });
     }
     onProgress({ stage: 'pipelines', done: steps.length, total: steps.length });
   } finally {
@@ -407,8 +520,15 @@ async function warmStep(model: Model, cache: KvCache, batch: ForwardBatch): Prom
   const recorder = new Recorder(model.device);
   const shape = writeStep(model, cache, batch);
   const context = { recorder, config: model.config, workspace: model.workspace, shape };
-  recordLayers(context, model, cache);
-  recordHead(context, model.weights);
-  sample(recorder, { ...model.workspace, ...model.workspace.steps, sampledCount: shape.sampledCount });
+  if (cache.draft) {
+    const { mtp, buffers, draft } = draftParts(model, cache);
+    const step = { phase: batch.phase, chunks: draftChunks(batch.sequences), rowsEach: Infinity };
+    const args = { buffers, cache: draft, shape: writeDraftStep(model.device, buffers, step) };
+    recordDraftingStep(context, { model, cache, mtp, args });
+  } else {
+    recordLayers(context, model, cache);
+    recordHead(context, model.weights);
+    sample(recorder, { ...model.workspace, ...model.workspace.steps, sampledCount: shape.sampledCount });
+  }
   await readBack(model, recorder, model.workspace.tokens, 4);
 }

@@ -119,16 +119,17 @@ const LOGITS_BYTES = 64 * 1024 * 1024;
 
 /**
  * Limits of a workspace, derived from what the caller asks for and from what the adapter binds at once: `forward` runs
- * larger batches as several steps.
+ * larger batches as several steps. With `mtp` a sequence may have a draft in each step.
  */
 export function modelLimits(
   device: Device,
   config: ModelConfig,
-  asked: { maxRows: number; maxSequences: number; maxPositions: number },
+  asked: { maxRows: number; maxSequences: number; maxPositions: number; mtp?: boolean },
 ): ModelLimits {
   const maxPositions = Math.min(asked.maxPositions, config.maxPositions);
   const rowsThatBind = (elements: number): number => Math.floor(device.bindingBytes / (4 * elements));
-  const maxRows = Math.min(Math.max(asked.maxRows, asked.maxSequences), rowsThatBind(widestRow(config)));
+  const sampledRows = (asked.mtp ? 2 : 1) * asked.maxSequences;
+  const maxRows = Math.min(Math.max(asked.maxRows, sampledRows), rowsThatBind(widestRow(config)));
   return {
     maxRows,
     maxSequences: asked.maxSequences,
@@ -137,7 +138,7 @@ export function modelLimits(
     maxSampled: Math.min(
       maxRows,
       rowsThatBind(config.vocabSize),
-      Math.max(asked.maxSequences, Math.floor(LOGITS_BYTES / (4 * config.vocabSize))),
+      Math.max(sampledRows, Math.floor(LOGITS_BYTES / (4 * config.vocabSize))),
     ),
   };
 }
@@ -158,7 +159,7 @@ function widestRow(config: ModelConfig): number {
 
 /** Allocate everything. It lives as long as the device. The rotation tables are still to be filled: `writeRopeTables`. */
 export function allocateWorkspace(device: Device, config: ModelConfig, limits: ModelLimits): Workspace {
-  const { maxRows, maxSequences, maxSampled, maxPages } = limits;
+  const { maxRows, maxSampled } = limits;
   const { hiddenSize, streams, vocabSize } = config;
   const allocate = (label: string, shape: readonly number[], dtype: Dtype = 'f32'): Tensor =>
     allocateTensor(device, { shape, dtype, label });
@@ -168,14 +169,7 @@ export function allocateWorkspace(device: Device, config: ModelConfig, limits: M
   };
   return {
     limits,
-    steps: {
-      step: allocate('step', [4], 'u32'),
-      rows: allocate('rows', [maxRows, 4], 'u32'),
-      sequences: allocate('sequences', [maxSequences, 4], 'u32'),
-      pageTable: allocate('page table', [maxSequences, maxPages], 'u32'),
-      sampled: allocate('sampled', [maxSampled], 'u32'),
-      sampling: allocate('sampling', [maxSampled, SAMPLING_WORDS], 'u32'),
-    },
+    steps: allocateStepTensors(device, limits),
     ropeMain: rope('main'),
     ropeCompressed: rope('compressed'),
     streams: allocate('streams', [maxRows, streams, hiddenSize]),
@@ -193,6 +187,21 @@ export function allocateWorkspace(device: Device, config: ModelConfig, limits: M
     headNormed: allocate('head normed', [maxSampled, hiddenSize]),
     logits: allocate('logits', [maxSampled, vocabSize]),
     tokens: allocate('tokens', [maxSampled], 'u32'),
+  };
+}
+
+/** The description of one step at most as large as the limits. */
+export function allocateStepTensors(device: Device, limits: ModelLimits, prefix = ''): StepTensors {
+  const { maxRows, maxSequences, maxSampled, maxPages } = limits;
+  const allocate = (label: string, shape: readonly number[]): Tensor =>
+    allocateTensor(device, { shape, dtype: 'u32', label: prefix + label });
+  return {
+    step: allocate('step', [4]),
+    rows: allocate('rows', [maxRows, 4]),
+    sequences: allocate('sequences', [maxSequences, 4]),
+    pageTable: allocate('page table', [maxSequences, maxPages]),
+    sampled: allocate('sampled', [maxSampled]),
+    sampling: allocate('sampling', [maxSampled, SAMPLING_WORDS]),
   };
 }
 

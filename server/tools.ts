@@ -10,7 +10,6 @@ import { DeviceError, openDevice, type Device } from '../kernels/device.ts';
 import { loadChatEncoding, renderChat } from '../model/chat.ts';
 import { ConfigError as ModelConfigError, loadModelConfig, type ModelConfig } from '../model/config.ts';
 import { createKvCache, type KvCache } from '../model/kv-cache.ts';
-import { allocateMtpCache } from '../model/mtp.ts';
 import { CheckpointError } from '../model/safetensors.ts';
 import { createDetokenizer, loadTokenizer } from '../model/tokenizer.ts';
 import {
@@ -44,18 +43,15 @@ export async function runLogits(config: LogitsConfig): Promise<void> {
       { modelConfig, positions: ids.length, rows: chunkTokens, mtp: config.mtp },
       async (engine) => {
         const { model, cache, sequenceAt } = engine;
-        const draftCache = config.mtp ? allocateMtpCache(model.device, modelConfig, 1) : null;
         const wanted = new Set(positions);
         for (let start = 0; start < ids.length; start += chunkTokens) {
           const sequence = sequenceAt(start, ids.slice(start, start + chunkTokens));
           const here = positions.filter((position) => position >= start && position < start + chunkTokens);
           const step = { phase: 'prefill', positions: here } as const;
-          const rows = draftCache
+          const rows = config.mtp
             ? await forwardMtpLogits(model, cache, {
                 ...step,
-                sequence,
-                draftCache,
-                nextTokens: ids.slice(start + 1, start + 1 + chunkTokens),
+                sequence: { ...sequence, next: ids[start + chunkTokens] },
               })
             : await forwardLogits(model, cache, { ...step, sequences: [sequence] });
           for (const [index, logits] of rows.entries()) await printLine(logitsLine(here[index]!, logits));
@@ -159,7 +155,7 @@ async function withModel(
       device.lost,
     ]);
     const pages = Array.from({ length: Math.ceil(size.positions / modelConfig.pageTokens) }, (_, page) => page);
-    const cache = createKvCache(device, modelConfig, { pageCount: pages.length, slotCount: 1 });
+    const cache = createKvCache(device, modelConfig, { pageCount: pages.length, slotCount: 1, draft: size.mtp });
     await use({ model, cache, sequenceAt: (start, tokens) => ({ slot: 0, pages, start, tokens, sampling: null }) });
   } finally {
     device.close();

@@ -11,7 +11,6 @@ import { join } from 'node:path';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
 import { loadModelConfig, parseModelConfig } from '../../model/config.ts';
-import { allocateMtpCache } from '../../model/mtp.ts';
 import { memorySource } from '../../model/safetensors.ts';
 import { forwardMtpLogits, type Model } from '../../model/transformer.ts';
 import { ReferenceModel } from '../reference/model.ts';
@@ -26,12 +25,11 @@ const nanoDirectory = fileURLToPath(new URL('../../model/nano', import.meta.url)
 
 async function draftLogits(model: Model, ids: readonly number[], chunk: number): Promise<Float32Array[]> {
   const { cache, places } = createTestCache(model, 2);
-  const draftCache = allocateMtpCache(device, model.config, 2);
   const rows: Float32Array[] = [];
   for (let start = 0; start < ids.length; start += chunk) {
-    const sequence = { ...places[0]!, start, tokens: ids.slice(start, start + chunk), sampling: null };
-    const nextTokens = ids.slice(start + 1, start + 1 + chunk);
-    const step = { phase: 'prefill', positions: 'all', sequence, nextTokens, draftCache } as const;
+    const tokens = ids.slice(start, start + chunk);
+    const sequence = { ...places[0]!, start, tokens, sampling: null, next: ids[start + chunk] };
+    const step = { phase: 'prefill', positions: 'all', sequence } as const;
     rows.push(...(await forwardMtpLogits(model, cache, step)));
   }
   cache.destroy();

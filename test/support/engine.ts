@@ -35,10 +35,14 @@ export interface TestPlace {
 }
 
 /** A cache of `slotCount` places, none of whose pages are in order or beside each other. */
-export function createTestCache(model: Model, slotCount: number): { cache: KvCache; places: TestPlace[] } {
+export function createTestCache(
+  model: Model,
+  slotCount: number,
+  draft = model.mtpWorkspace !== null,
+): { cache: KvCache; places: TestPlace[] } {
   const pagesEach = model.limits.maxPages;
   const pageCount = pagesEach * slotCount;
-  const cache = createKvCache(model.device, model.config, { pageCount, slotCount });
+  const cache = createKvCache(model.device, model.config, { pageCount, slotCount, draft });
   const places = Array.from({ length: slotCount }, (_, index) => ({
     slot: (index + 1) % slotCount,
     pages: Array.from({ length: pagesEach }, (__, page) => pageCount - 1 - (page * slotCount + index)),
