@@ -15,7 +15,7 @@
  * | written        | engine, for every `write` effect, also when the room is unwinding |
  * | saved          | engine, for every `save` effect, also when the room is unwinding |
  * | restored       | engine, for every `restore` effect, also when the room is unwinding |
- * | step_done      | engine, once for every batch that `nextDecodeBatch` returned: one token per row |
+ * | step_done      | engine, once for every batch that `nextDecodeBatch` returned: one token per row, or two of a drafted row |
  * | tick           | a timer, also when idle, paused and draining (50 ms is a good period) |
  * | drain          | worker shutdown |
  *
@@ -317,7 +317,7 @@ export function stepDecode(state: DecodeState, event: DecodeEvent): WorkerEffect
 /**
  * The next step, or null if no row is ready or a step is under way. Rooms move up from waiting while
  * there are free rows, and a row that lacks its next page sits the step out; the caller answers with
- * `step_done` once, with one token for each row.
+ * `step_done` once, with the tokens of each row.
  */
 export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
   if (state.step !== null) return null;
@@ -340,6 +340,7 @@ export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
       pages: lease.pages.slice(),
       token: sequence.tokens.at(-1) as number,
       position: request.promptTokens.length + sequence.tokens.length - 1,
+      drafted: isDrafted(state, room),
       sampling: request.sampling,
     });
   }
@@ -685,44 +686,48 @@ function onStepDone(state: DecodeState, tokens: readonly SampledToken[], nowMs: 
   const { step } = state;
   if (step === null) throw new Error('step_done without a step');
   state.step = null;
-  const sampled = new Map(tokens.map(({ key, token }) => [key, token]));
+  const sampled = new Map<RoomKey, number[]>(step.map((key) => [key, []]));
+  for (const { key, token } of tokens) sampled.get(key)?.push(token);
   for (const key of step) {
     const room = state.live.get(key) as DecodeRoom;
     const sequence = sequenceOf(state, key);
-    const token = sampled.get(key);
-    if (token === undefined) throw new Error(`step_done has no token for ${key}`);
+    const added = sampled.get(key) as number[];
+    if (added.length === 0) throw new Error(`step_done has no token for ${key}`);
     sequence.stepping = false;
     if (sequence.stopReason !== null) {
       closeRoom(state, key, room, { ok: false, reason: sequence.stopReason }, nowMs, effects);
     } else {
-      addToken(state, key, room, token, nowMs, effects);
+      addTokens(state, key, room, added, nowMs, effects);
     }
   }
 }
 
-/** A new token: to the router at once, and the end of the room if it was the last. */
-function addToken(
+/** New tokens: to the router at once, up to the last of the answer, which ends the room. */
+function addTokens(
   state: DecodeState,
   key: RoomKey,
   room: DecodeRoom,
-  token: number,
+  added: readonly number[],
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
-  const { request } = room;
+  const { stopTokens, maxTokens } = room.request;
   const { tokens } = sequenceOf(state, key);
-  tokens.push(token);
-  state.generatedTokens++;
+  const position = tokens.length;
+  const stopIndex = added.findIndex((token) => stopTokens.includes(token));
+  const isStopped = stopIndex >= 0 && position + stopIndex < maxTokens;
+  tokens.push(...added.slice(0, isStopped ? stopIndex + 1 : maxTokens - position));
+  state.generatedTokens += tokens.length - position;
   const router = parseKey(key)?.router as Epoch;
-  const rows = [{ key, position: tokens.length - 1, tokens: [token] }];
+  const rows = [{ key, position, tokens: tokens.slice(position) }];
   effects.push({
     type: 'report',
     router,
     message: { type: 'tokens', epoch: state.desk.self.epoch, rows },
   });
-  if (request.stopTokens.includes(token)) {
+  if (isStopped) {
     closeRoom(state, key, room, { ok: true, finish: 'stop' }, nowMs, effects);
-  } else if (tokens.length >= request.maxTokens) {
+  } else if (tokens.length >= maxTokens) {
     closeRoom(state, key, room, { ok: true, finish: 'length' }, nowMs, effects);
   }
 }
@@ -858,7 +863,7 @@ function becomeReady(
   effects.push({ type: 'send', peer, socket: 'control', message });
   state.order.push(key);
   state.waiting.push(key);
-  addToken(state, key, room, firstToken, nowMs, effects);
+  addTokens(state, key, room, [firstToken], nowMs, effects);
 }
 
 /** The one place where a room's resources are released. */
@@ -919,6 +924,18 @@ function lacksPage({ limits }: DecodeState, { request, sequence, lease }: Decode
   if (sequence === null || lease === null) return false;
   if (sequence.phase !== 'waiting' && sequence.phase !== 'running') return false;
   return lease.pages.length < pagesFor(limits, request.promptTokens.length + sequence.tokens.length);
+}
+
+/**
+ * True if a row has a draft in the next step: the page for its place is there, and the token behind it would be of use.
+ * No page is lent for a draft, so drafts take nothing from anybody; a row whose page is full waits one step for the next.
+ */
+function isDrafted({ limits }: DecodeState, { request, sequence, lease }: DecodeRoom): boolean {
+  if (!limits.drafts || sequence === null || lease === null) return false;
+  const tokenCount = sequence.tokens.length + 1;
+  return (
+    tokenCount < request.maxTokens && lease.pages.length >= pagesFor(limits, request.promptTokens.length + tokenCount)
+  );
 }
 
 /**

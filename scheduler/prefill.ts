@@ -220,7 +220,8 @@ export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
     budget -= end - start;
     const { promptTokens, sampling } = request;
     const tokens = promptTokens.slice(start, end);
-    chunks.push({ key, slot: lease.slot, pages: lease.pages.slice(), tokens, start, end, last, sampling });
+    const next = last ? null : (promptTokens[end] as number);
+    chunks.push({ key, slot: lease.slot, pages: lease.pages.slice(), tokens, next, start, end, last, sampling });
     step.push({ key, end, last });
     stepSender(sender, { type: 'step_started' }, state.limits);
     if (budget === 0) break;

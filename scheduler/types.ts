@@ -64,6 +64,8 @@ export interface DecodeLimits extends WorkerLimits {
   headroomTokens: number;
   /** Host memory for pages and slots of retracted sequences, in bytes; 0 ends them instead. */
   hostBytes: number;
+  /** Rows have drafts: a step may return two tokens for one row. */
+  drafts: boolean;
 }
 
 /** What a client asked for, as a worker keeps it. */
@@ -94,13 +96,19 @@ export interface PrefillChunk {
   pages: PageId[];
   /** Token ids of [start, end). */
   tokens: Uint32Array;
+  /** The token at `end`; null in the last chunk, which samples it. */
+  next: number | null;
   start: number;
   end: number;
   last: boolean;
   sampling: SamplingParams;
 }
 
-/** One decode step: every row runs `token` at `position` and samples the token at `position + 1`. */
+/**
+ * One decode step: every row runs `token` at `position` and samples the token at `position + 1`. A `drafted` row also runs
+ * the engine's guess of that token, at `position + 1`, for which it has the page; if the guess is what it samples, the
+ * row has the token at `position + 2` too. What a wrong guess has written is not read before it is written again.
+ */
 export interface DecodeBatch {
   rows: DecodeRow[];
 }
@@ -111,10 +119,11 @@ export interface DecodeRow {
   pages: PageId[];
   token: number;
   position: number;
+  drafted: boolean;
   sampling: SamplingParams;
 }
 
-/** A token sampled in a step, by room. */
+/** A token sampled in a step, by room. Several of one room are in the order of their positions. */
 export interface SampledToken {
   key: RoomKey;
   token: number;

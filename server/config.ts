@@ -153,6 +153,8 @@ export interface WorkerConfig extends Common, Computing, Listening {
   readonly adminKey: string | null;
   /** `lavapipe`, `swiftshader` or a part of an adapter's name; null: the best one there is. */
   readonly adapter: string | null;
+  /** Steps draft; equal on all workers, which refuse each other otherwise. */
+  readonly speculative: boolean;
   readonly limits: SchedulerLimits;
   readonly deadlines: Deadlines;
 }
@@ -182,6 +184,8 @@ export interface GenerateConfig extends Common, Computing {
   readonly seed: number;
   readonly ignoreEos: boolean;
   readonly printIds: boolean;
+  /** Steps draft. */
+  readonly speculative: boolean;
 }
 
 export interface InspectConfig extends Computing {
@@ -507,6 +511,14 @@ export const OPTIONS = {
     defaultText: 'f32 in mode hp, else fp4',
     help: 'how keys of the lightning indexer are stored in KV pages: f32, bf16, fp8 or fp4; equal on all workers',
     commands: [...ENGINES, 'inspect'],
+  },
+  speculative: {
+    kind: 'text',
+    value: 'SWITCH',
+    choices: ['on', 'off'],
+    default: 'off',
+    help: "draft a token with the checkpoint's MTP block and check it in the same step: on or off; answers are the same, only their speed differs; equal on all workers",
+    commands: ['all', ...WORKERS, 'generate'],
   },
   kvPages: {
     kind: 'integer',
@@ -1419,6 +1431,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         advertise: settings.advertise,
         adminKey: settings.adminKey,
         adapter: settings.adapter,
+        speculative: settings.speculative === 'on',
         limits,
         deadlines,
       };
@@ -1446,6 +1459,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         seed: settings.seed,
         ignoreEos: settings.ignoreEos,
         printIds: settings.printIds,
+        speculative: settings.speculative === 'on',
       };
     case 'inspect':
       return {

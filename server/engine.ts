@@ -5,11 +5,14 @@
  * `model/` runs it and knows no batch.
  */
 import { openDevice, type Device } from '../kernels/device.ts';
-import { loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
+import { ConfigError, loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
 import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
-import { forward, loadModel, type Model } from '../model/transformer.ts';
+import { forward, forwardDrafting, loadModel, type ForwardBatch, type Model } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
 import type { PageId } from '../transfer/messages.ts';
+
+/** Stands where the draft goes in a step's tokens. */
+export const DRAFT_PLACE = 0;
 
 /** Sizes of one worker's engine; all are capacities fixed at start. */
 export interface EngineOptions {
@@ -26,6 +29,8 @@ export interface EngineOptions {
   /** Pages of the cache, decided once the size of a page is known. */
   readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
   readonly slotCount: number;
+  /** Steps draft with the checkpoint's draft block; slots hold what that takes. */
+  readonly speculative?: boolean;
   readonly onProgress?: (progress: LoadProgress) => void;
 }
 
@@ -35,6 +40,13 @@ export interface LoadProgress {
   readonly done: number;
   readonly total: number;
   readonly note?: string;
+}
+
+/** How well drafts do. A step gives a row one token, and one more for a right draft. */
+export interface DraftCounts {
+  readonly rows: number;
+  readonly drafts: number;
+  readonly rightDrafts: number;
 }
 
 /** A loaded model that runs batches and moves KV units in and out of the cache. */
@@ -50,10 +62,12 @@ export interface Engine {
   readonly layout: KvCache['layout'];
   /** Run the chunks in one step. Resolves with the sampled token of each `last` chunk, in batch order. */
   prefill(batch: PrefillBatch): Promise<number[]>;
-  /** Advance every row by one token. Resolves with the next token of each row, in batch order. */
-  decode(batch: DecodeBatch): Promise<number[]>;
+  /** Advance every row. Resolves with the next token of each row, in batch order; with two where a draft was right. */
+  decode(batch: DecodeBatch): Promise<number[][]>;
   /** Prompt tokens computed so far by `prefill`. */
   prefilledTokens(): number;
+  /** Rows that `decode` has run so far, how many of them had a draft, and how many a right one. */
+  draftCounts(): DraftCounts;
   /** Bytes of the pages in order, then of the slot when it is given; each in memory of its own. */
   readUnits(pages: readonly PageId[], slot: number | null): Promise<Uint8Array[]>;
   /** Copy a unit into the cache, ordered before every later step. */
@@ -71,6 +85,8 @@ export interface Engine {
 export async function openEngine(options: EngineOptions): Promise<Engine> {
   // Read before the adapter is opened: a wrong directory should fail in milliseconds.
   const config = loadModelConfig(options.modelDir, options.choices);
+  const { speculative = false } = options;
+  if (speculative) requireDraftBlock(config);
   const contextTokens = options.contextTokens ?? config.maxPositions;
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
@@ -79,10 +95,11 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
       maxRows: options.maxRows,
       maxSequences: options.maxSequences,
       maxPositions: contextTokens,
+      mtp: speculative,
       ...options.choices,
       ...(options.onProgress ? { onProgress: options.onProgress } : {}),
     });
-    const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount });
+    const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount, draft: speculative });
     return engineOf(device, model, cache);
   } catch (error) {
     device.close();
@@ -90,8 +107,21 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
   }
 }
 
+/**
+ * Refuse to speculate with a checkpoint that has nothing to do it with.
+ *
+ * @throws ConfigError naming the field.
+ */
+export function requireDraftBlock(config: ModelConfig): void {
+  if (config.mtpBlocks > 0) return;
+  throw new ConfigError('num_nextn_predict_layers', 'is 0: this checkpoint has no draft block for --speculative on');
+}
+
 function engineOf(device: Device, model: Model, cache: KvCache): Engine {
   let prefilledTokens = 0;
+  const counts = { rows: 0, drafts: 0, rightDrafts: 0 };
+  const run = async (batch: ForwardBatch): Promise<number[][]> =>
+    cache.draft ? forwardDrafting(model, cache, batch) : (await forward(model, cache, batch)).map((token) => [token]);
   return {
     config: model.config,
     device,
@@ -102,31 +132,39 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     slotBytes: cache.slotBytes,
     layout: cache.layout,
     async prefill(batch) {
-      const sampled = await forward(model, cache, {
+      const sampled = await run({
         phase: 'prefill',
         sequences: batch.chunks.map((chunk) => ({
           slot: chunk.slot,
           pages: chunk.pages,
           start: chunk.start,
           tokens: chunk.tokens,
+          next: chunk.next ?? undefined,
           sampling: chunk.last ? chunk.sampling : null,
         })),
       });
       for (const { start, end } of batch.chunks) prefilledTokens += end - start;
-      return sampled;
+      return sampled.flat();
     },
-    decode: (batch) =>
-      forward(model, cache, {
+    async decode(batch) {
+      const sampled = await run({
         phase: 'decode',
         sequences: batch.rows.map((row) => ({
           slot: row.slot,
           pages: row.pages,
           start: row.position,
-          tokens: [row.token],
+          tokens: row.drafted ? [row.token, DRAFT_PLACE] : [row.token],
+          drafted: row.drafted,
           sampling: row.sampling,
         })),
-      }),
+      });
+      counts.rows += batch.rows.length;
+      counts.drafts += batch.rows.filter(({ drafted }) => drafted).length;
+      counts.rightDrafts += sampled.reduce((sum, tokens) => sum + tokens.length - 1, 0);
+      return sampled;
+    },
     prefilledTokens: () => prefilledTokens,
+    draftCounts: () => ({ ...counts }),
     readUnits: (pages, slot) => cache.readUnits({ pages: [...pages], slot }),
     writePage: (page, bytes) => cache.writePage(page, bytes),
     writeSlot: (slot, bytes) => cache.writeSlot(slot, bytes),

@@ -85,6 +85,8 @@ export interface WorkerStats {
   readonly cachedTokensTotal: number;
   /** Tokens sampled by this worker. */
   readonly generatedTokensTotal: number;
+  /** Rows that decode steps have run, those that had a draft, and those whose draft was right; all 0 on prefill. */
+  readonly drafts: { readonly rows: number; readonly drafts: number; readonly rightDrafts: number };
   /** Rooms that ended without success before (bootstrap) and during their transfer. */
   readonly bootstrapFailuresTotal: number;
   readonly transferFailuresTotal: number;
@@ -367,6 +369,28 @@ const METRICS = {
     help: 'Tokens processed: prefill_compute (prompt tokens computed here), prefill_cache, decode.',
     labels: ['mode'],
     on: WORKERS,
+  },
+
+  draftTokens: {
+    name: 'handoff_draft_tokens_total',
+    type: 'counter',
+    help: 'Drafts that were checked: right ones came one step early, wrong ones cost a row.',
+    labels: ['outcome'],
+    on: ['decode'],
+  },
+  draftAcceptRate: {
+    name: 'sglang_spec_accept_rate',
+    type: 'gauge',
+    help: 'Share of right drafts since the start; 0 before the first draft.',
+    labels: [],
+    on: ['decode'],
+  },
+  draftAcceptLength: {
+    name: 'sglang_spec_accept_length',
+    type: 'gauge',
+    help: 'Mean tokens of a row in a step since the start, so by how much fewer steps an answer takes; 1 without drafts.',
+    labels: [],
+    on: ['decode'],
   },
 
   // Workers: memory.
@@ -858,6 +882,13 @@ function readWorker(
   setTotal(metrics.realtimeTokens, { mode: 'prefill_compute' }, stats.prefilledTokensTotal);
   setTotal(metrics.realtimeTokens, { mode: 'prefill_cache' }, stats.cachedTokensTotal);
   setTotal(metrics.realtimeTokens, { mode: 'decode' }, stats.generatedTokensTotal);
+  if (role === 'decode') {
+    const { rows, drafts, rightDrafts } = stats.drafts;
+    setTotal(metrics.draftTokens, { outcome: 'right' }, rightDrafts);
+    setTotal(metrics.draftTokens, { outcome: 'wrong' }, drafts - rightDrafts);
+    metrics.draftAcceptRate.set(drafts === 0 ? 0 : rightDrafts / drafts);
+    metrics.draftAcceptLength.set(rows === 0 ? 1 : (rows + rightDrafts) / rows);
+  }
   setTotal(metrics.transferBytes, { direction: 'sent' }, stats.sentBytesTotal);
   setTotal(metrics.transferBytes, { direction: 'received' }, stats.receivedBytesTotal);
   metrics.inFlightBytes.set(stats.inFlightBytes);

@@ -14,6 +14,7 @@ import { CheckpointError } from '../model/safetensors.ts';
 import { createDetokenizer, loadTokenizer } from '../model/tokenizer.ts';
 import {
   forward,
+  forwardDrafting,
   forwardLogits,
   forwardMtpLogits,
   loadModel,
@@ -22,6 +23,7 @@ import {
 } from '../model/transformer.ts';
 import { describeAdapter, setUpAdapter } from './adapter/adapter.ts';
 import { ConfigError, type GenerateConfig, type LogitsConfig } from './config.ts';
+import { DRAFT_PLACE, requireDraftBlock } from './engine.ts';
 import { createTerminal } from './supervisor.ts';
 
 // Tokens computed at once when nothing is asked for. Results do not depend on it, memory does.
@@ -67,6 +69,7 @@ export async function runLogits(config: LogitsConfig): Promise<void> {
 export async function runGenerate(config: GenerateConfig): Promise<void> {
   await reportFaults(async () => {
     const modelConfig = loadModelConfig(config.model, config.numerics);
+    if (config.speculative) requireDraftBlock(modelConfig);
     // Before the model is loaded: a directory without a tokenizer should fail at once.
     const tokenizer = config.printIds && config.chat === null ? null : loadTokenizer(config.model);
     const prompt =
@@ -86,7 +89,7 @@ export async function runGenerate(config: GenerateConfig): Promise<void> {
       );
     }
     const rows = Math.min(CHUNK_TOKENS, prompt.length);
-    await withModel(config, { modelConfig, positions: length, rows, mtp: false }, async (engine) => {
+    await withModel(config, { modelConfig, positions: length, rows, mtp: config.speculative }, async (engine) => {
       const output: number[] = [];
       const detokenizer = config.printIds ? null : createDetokenizer(tokenizer!, { skipSpecialTokens: false });
       for await (const token of generateTokens(engine, prompt, config)) {
@@ -108,17 +111,25 @@ async function* generateTokens(
 ): AsyncGenerator<number> {
   const { model, cache, sequenceAt } = engine;
   const sampling = { temperature: config.temperature, topK: 0, topP: 1, minP: 0, seed: config.seed };
-  let next: number[] = [];
+  const step = async (phase: 'prefill' | 'decode', sequence: ForwardSequence): Promise<number[]> => {
+    const batch = { phase, sequences: [sequence] };
+    return cache.draft ? (await forwardDrafting(model, cache, batch)).flat() : forward(model, cache, batch);
+  };
+  let sampled: number[] = [];
   for (let start = 0; start < prompt.length; start += CHUNK_TOKENS) {
     const tokens = prompt.slice(start, start + CHUNK_TOKENS);
-    const last = start + tokens.length === prompt.length;
-    const sequence = { ...sequenceAt(start, tokens), sampling: last ? sampling : null };
-    next = await forward(model, cache, { phase: 'prefill', sequences: [sequence] });
+    const next = prompt[start + CHUNK_TOKENS];
+    const sequence = { ...sequenceAt(start, tokens), next, sampling: next === undefined ? sampling : null };
+    sampled = await step('prefill', sequence);
   }
-  for (let position = prompt.length; ; position++) {
-    yield next[0]!;
-    const sequence = { ...sequenceAt(position, next), sampling };
-    next = await forward(model, cache, { phase: 'decode', sequences: [sequence] });
+  for (let position = prompt.length - 1; ;) {
+    yield* sampled;
+    position += sampled.length;
+    const token = sampled.at(-1)!;
+    // The place behind the last position that there is memory for takes no draft.
+    const drafted = cache.draft !== null && position + 1 < prompt.length + config.maxTokens;
+    const tokens = drafted ? [token, DRAFT_PLACE] : [token];
+    sampled = await step('decode', { ...sequenceAt(position, tokens), sampling, drafted });
   }
 }
 

@@ -186,6 +186,7 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
       roomWindowBytes: Math.max(ROOM_WINDOW_BYTES, largestUnit),
       headroomTokens: parts.config.limits.headroomTokens,
       hostBytes: parts.config.limits.hostBytes,
+      drafts: parts.config.speculative,
     },
     self,
   );
@@ -199,7 +200,7 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
         first: [],
         async run() {
           const tokens = await engine.decode(batch);
-          return batch.rows.map((row, index) => ({ key: row.key, token: tokens[index]! }));
+          return batch.rows.flatMap(({ key }, index) => tokens[index]!.map((token) => ({ key, token })));
         },
       };
     },
@@ -276,6 +277,7 @@ export function workerStats(
     hostBytes: gauges.hostBytes,
     retractionsTotal: gauges.retractionsTotal,
     headroomTokens: gauges.headroomTokens,
+    drafts: engine.draftCounts(),
     prefilledTokensTotal: engine.prefilledTokens(),
     cachedTokensTotal: 0,
     generatedTokensTotal: gauges.generatedTokensTotal,

@@ -97,6 +97,7 @@ function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: s
     ...(limits.contextLength === null ? {} : { contextTokens: limits.contextLength }),
     choosePageCount: (sizes) => choosePageCount(limits, sizes),
     slotCount: limits.maxRunningRequests,
+    speculative: config.speculative,
     onProgress: ({ stage, done, total }) =>
       reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'steps' }),
   });

@@ -175,8 +175,13 @@ export function decodeInternals(process: DecodeProcess): Internal<DecodeProcess>
   for (const [index, { key, kind }] of moves.entries()) {
     add(key, 'engine', `${kind} ends`, (at, turn) => finishMove(at, index, turn));
   }
-  if (batch !== null) add(null, 'engine', 'the step ends', finishStep);
-  else if (state.step === null && state.waiting.length + state.running.length > 0) {
+  if (batch !== null) {
+    add(null, 'engine', 'the step ends', (at, turn) => finishStep(at, 1, turn));
+    if (batch.rows.some(({ drafted }) => drafted)) {
+      add(null, 'engine', 'the step ends, drafts are right', (at, turn) => finishStep(at, 2, turn));
+    }
+  }
+  if (batch === null && state.step === null && state.waiting.length + state.running.length > 0) {
     add(null, 'engine', 'a step begins', beginStep);
   }
 
@@ -257,19 +262,26 @@ function beginStep(process: DecodeProcess, turn: Turn): void {
   }
 }
 
-/** Each row has written the page of its position and its slot, and has its next token. */
-function finishStep(process: DecodeProcess, turn: Turn): void {
+/** Each row has written the pages of its positions and its slot, and has its next token, or two behind a right draft. */
+function finishStep(process: DecodeProcess, rightCount: 1 | 2, turn: Turn): void {
   const batch = process.batch as DecodeBatch;
   process.batch = null;
-  const tokens = batch.rows.map(({ key, pages, slot, position }) => {
+  const tokens = batch.rows.flatMap(({ key, pages, slot, position, drafted }) => {
     const room = process.state.live.get(key) as DecodeRoom;
-    const digest = digestOf(room.request.promptTokens);
-    const page = pages[position];
-    expect(page !== undefined, `I4: ${key} runs position ${position} without a page for it`);
-    expect(room.lease?.pages[position] === page && room.lease.slot === slot, `I3: ${key} lost its pages during a step`);
-    process.memory.set(`page ${page}`, ghostBytes(digest, 'page', position));
-    process.memory.set(`slot ${slot}`, ghostBytes(digest, 'slot', position + 1));
-    return { key, token: ghostToken(digest, position - room.request.promptTokens.length + 1) };
+    const { promptTokens } = room.request;
+    const digest = digestOf(promptTokens);
+    const count = drafted ? rightCount : 1;
+    for (let at = position; at < position + (drafted ? 2 : 1); at++) {
+      const page = pages[at];
+      expect(page !== undefined, `I4: ${key} runs position ${at} without a page for it`);
+      expect(room.lease?.pages[at] === page && room.lease.slot === slot, `I3: ${key} lost its pages during a step`);
+      process.memory.set(`page ${page}`, at < position + count ? ghostBytes(digest, 'page', at) : NO_PAYLOAD);
+    }
+    process.memory.set(`slot ${slot}`, ghostBytes(digest, 'slot', position + count));
+    return Array.from({ length: count }, (_, index) => ({
+      key,
+      token: ghostToken(digest, position - promptTokens.length + 1 + index),
+    }));
   });
   const cells = batch.rows.map(({ key }): [RoomKey, string] => [key, 'step_done']);
   runDecode(process, { type: 'step_done', tokens, nowMs: NOW_MS }, turn, cells);

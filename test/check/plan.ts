@@ -59,6 +59,8 @@ export interface Plan {
   roomWindowBytes: number;
   /** Host memory for retracted sequences on D. */
   hostBytes: number;
+  /** Rows of D have drafts; each step ends with all of them wrong, or all right. */
+  drafts: boolean;
   /** Tokens of one prefill step. */
   prefillChunkTokens: number;
   maxAttempts: number;
@@ -79,6 +81,7 @@ export const ONE_ROOM: Omit<Plan, 'name' | 'faults'> = {
   peerBufferBytes: 6,
   roomWindowBytes: SLOT_BYTES,
   hostBytes: 20,
+  drafts: false,
   prefillChunkTokens: 2,
   maxAttempts: 2,
   setup: null,
@@ -139,8 +142,10 @@ export function decodeLimitsOf(plan: Plan): DecodeLimits {
     maxRunning: 2,
     peerBufferBytes: plan.peerBufferBytes,
     roomWindowBytes: plan.roomWindowBytes,
-    headroomTokens: 1,
+    // A page holds one token, and a draft never asks for a page of its own.
+    headroomTokens: plan.drafts ? 2 : 1,
     hostBytes: plan.hostBytes,
+    drafts: plan.drafts,
   });
 }
 

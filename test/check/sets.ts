@@ -67,6 +67,11 @@ const comesBehindWrite = (...names: Fault[]): Plan =>
 const retracting = (...names: Fault[]): Plan =>
   plan({ ...TWO_ROOMS.retraction, setup: [...BOTH_ASK, 'until decode is saving'] }, 'retracting', names);
 
+/** Answers with drafts: of one room, and of two whose newer one is retracted. Drafts take the pages that are lent in advance. */
+const drafting = { promptTokens: 1, maxTokens: 4 };
+const DRAFTS = { ...ONE_ROOM, rooms: [drafting], decodePages: 4, drafts: true };
+const CROWDED_DRAFTS = { ...DRAFTS, rooms: [drafting, drafting], decodePages: 6, setup: BOTH_ASK };
+
 /** A prompt of two steps, so that units leave P before the last chunk is computed. */
 const TWO_STEPS = { ...ONE_ROOM, prefillChunkTokens: 1 };
 
@@ -94,6 +99,9 @@ export const CI_SETS: readonly Plan[] = [
   crowded('one place', 'cancel'),
   crowded('retraction'),
   crowded('no host memory'),
+  plan(DRAFTS, 'drafts', []),
+  plan(DRAFTS, 'drafts', ['cancel']),
+  plan(CROWDED_DRAFTS, 'crowded, drafts', []),
   ...QUICK_FAULTS.map((fault) => behindStep(fault)),
   ...QUICK_FAULTS.map((fault) => behindWrite(fault)),
   comesBehindStep('duplicate'),

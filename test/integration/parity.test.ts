@@ -35,13 +35,13 @@ async function generateAlone(engine: Engine, prompt: readonly number[]): Promise
     const end = Math.min(start + CHUNK_TOKENS, prompt.length);
     const last = end === prompt.length;
     const tokens = Uint32Array.from(prompt.slice(start, end));
-    sampled = await engine.prefill({ chunks: [{ ...shared, tokens, start, end, last }] });
+    sampled = await engine.prefill({ chunks: [{ ...shared, tokens, next: null, start, end, last }] });
   }
   const output = [sampled[0]!];
   while (output.length < OUTPUT_TOKENS) {
     const position = prompt.length + output.length - 1;
-    const next = await engine.decode({ rows: [{ ...shared, token: output.at(-1)!, position }] });
-    output.push(next[0]!);
+    const next = await engine.decode({ rows: [{ ...shared, token: output.at(-1)!, position, drafted: false }] });
+    output.push(next[0]![0]!);
   }
   return output;
 }

@@ -59,6 +59,23 @@ describe('a cache', () => {
     assert.equal(layouts.size, 12, 'HELLO compares layouts: no two of these may exchange a page');
   });
 
+  test('with drafts has larger slots, which hold them and the window of the draft block, and another layout', async () => {
+    const size = { pageCount: 1, slotCount: 2 };
+    const plain = createKvCache(device, config, size);
+    const cache = createKvCache(device, config, { ...size, draft: true });
+    assert.equal(cache.slotBytes, plain.slotBytes + 4 * config.windowTokens * config.headDim + 4);
+    assert.equal(cache.pageBytes, plain.pageBytes);
+    const slots = [0, 1].map(() => random.bytes(cache.slotBytes));
+    for (const [slot, bytes] of slots.entries()) cache.writeSlot(slot, bytes);
+    for (const [slot, bytes] of slots.entries()) {
+      assert.deepEqual(await cache.readUnits({ pages: [], slot }), [bytes]);
+    }
+    assert.throws(() => plain.writeSlot(0, slots[0]!), /a slot has/);
+    assert.notEqual(JSON.stringify(cache.layout), JSON.stringify(plain.layout));
+    plain.destroy();
+    cache.destroy();
+  });
+
   test('hands out memory that a later read does not touch', async () => {
     const cache = createKvCache(device, config, { pageCount: 2, slotCount: 1 });
     const bytes = random.bytes(cache.pageBytes);

@@ -158,6 +158,8 @@ export const mustSee: readonly string[] = [
   'link lost: relinked',
   'link lost: refused',
   'frame rejected',
+  'a draft was right',
+  'a draft was wrong',
   'settled: whole cluster',
   'settled: beside a dead worker',
   'settled: beside a paused worker',

@@ -23,6 +23,7 @@ const SEEN = [
   ...['attempt 2', 'late CHUNK dropped', 'tombstone evicted by a mark', 'same life of a router linked again'],
   ...['settled: whole cluster', 'settled: beside a dead worker', 'settled: beside a flapping worker', 'retracted'],
   ...['worker restarted with rooms in flight', 'router restarted with rooms in flight'],
+  ...['a draft was right', 'a draft was wrong'],
 ];
 
 test(`seeds 1 to ${SEEDS}: one outcome each, right bytes, and nothing is left anywhere`, () => {

@@ -120,6 +120,7 @@ export function drawPlan(seed: number, random: () => number): Plan {
     roomWindowBytes: largestUnit * between(1, 3),
     headroomTokens: buggify() ? 1 : between(1, 2 * pageTokens),
     hostBytes: buggify() ? 0 : between(1, 8) * longest * pageBytes,
+    drafts: chance(0.5),
   };
   const maybe = (rate: number): number => (mode !== 'harmless' && chance(0.3) ? rate * (0.2 + random()) : 0);
   const latencyMs = !buggify() ? 10 : mode !== 'harmless' && chance(0.3) ? 3000 : 200;

@@ -442,11 +442,19 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   }
 
   function computeRows({ rows }: DecodeBatch): SampledToken[] {
-    return rows.map(({ key, slot, pages, position }) => {
+    return rows.flatMap(({ key, slot, pages, position, drafted }) => {
       const { seed, promptCount } = around.promptOf(key);
-      fillPositions(memory, pages, position, position + 1, seed);
-      fillSlot(memory, slot, position + 1, seed);
-      return { key, token: ghostToken(seed, position - promptCount + 1) };
+      const isRight = drafted && random() < 0.6;
+      const count = isRight ? 2 : 1;
+      if (drafted) coverage.saw(isRight ? 'a draft was right' : 'a draft was wrong');
+      fillPositions(memory, pages, position, position + count, seed);
+      // What a wrong draft leaves is another answer's.
+      if (drafted && !isRight) fillPositions(memory, pages, position + 1, position + 2, seed + 1);
+      fillSlot(memory, slot, position + count, seed);
+      return Array.from({ length: count }, (_, index) => ({
+        key,
+        token: ghostToken(seed, position - promptCount + 1 + index),
+      }));
     });
   }
 

@@ -47,6 +47,7 @@ export const DECODE_LIMITS: DecodeLimits = {
   roomWindowBytes: 1000,
   headroomTokens: 128,
   hostBytes: 1000,
+  drafts: false,
 };
 
 /** Key of attempt 1 of a room. */

@@ -62,6 +62,51 @@ test('a stop token ends the answer and is delivered', () => {
   assert.deepEqual(stepDone(state, 9), ['token1:9', 'end:stop']);
 });
 
+test('a row has a draft where the token behind it is wanted and its page is there', () => {
+  const state = create({ drafts: true });
+  const draftedAt = (): [number, boolean] => {
+    const [row] = nextDecodeBatch(state)?.rows ?? [];
+    assert.ok(row);
+    return [row.position, row.drafted];
+  };
+  const done = (...tokens: number[]): string[] =>
+    step(state, { type: 'step_done', tokens: tokens.map((token) => ({ key: keyOf(0), token })), nowMs: 1 });
+  // One page holds the prompt and headroom of 1; the first row takes its last place.
+  state.headroomTokens = 1;
+  makeReady(state, 0, 127, { maxTokens: 5 });
+  assert.deepEqual(draftedAt(), [127, false]);
+  assert.deepEqual(done(60), ['token1:60']);
+  assert.deepEqual(draftedAt(), [128, true]);
+  assert.deepEqual(done(61, 62), ['token2:61,62']);
+  assert.deepEqual(draftedAt(), [130, false], 'the last token has none behind it');
+  assert.deepEqual(done(63), ['token4:63', 'end:length']);
+  assert.equal(statsDecode(state).generatedTokens, 5);
+
+  makeReady(state, 1, 10, { maxTokens: 2 });
+  assert.equal(nextDecodeBatch(state)?.rows[0]?.drafted, false);
+  const plain = create();
+  makeReady(plain, 0, 10, { maxTokens: 9 });
+  assert.equal(nextDecodeBatch(plain)?.rows[0]?.drafted, false, 'without drafts nobody has one');
+});
+
+test('what a right draft brings behind the end of an answer is dropped', () => {
+  for (const [changes, expected] of [
+    [{ stopTokens: [60], maxTokens: 100 }, ['token1:60', 'end:stop']],
+    [{ stopTokens: [61], maxTokens: 100 }, ['token1:60,61', 'end:stop']],
+    [{ stopTokens: [61], maxTokens: 2 }, ['token1:60', 'end:length']],
+  ] as const) {
+    const state = create({ drafts: true });
+    makeReady(state, 0, 10, { ...changes, stopTokens: [...changes.stopTokens] });
+    nextDecodeBatch(state);
+    const tokens = [60, 61].map((token) => ({ key: keyOf(0), token }));
+    assert.deepEqual(step(state, { type: 'step_done', tokens, nowMs: 1 }), expected);
+  }
+  const state = create({ drafts: true });
+  makeReady(state, 0, 10, { maxTokens: 9 });
+  nextDecodeBatch(state);
+  assert.throws(() => step(state, { type: 'step_done', tokens: [], nowMs: 1 }), /no token for/);
+});
+
 test('rows join and leave between steps, at most maxRunning at a time, in order of arrival', () => {
   const state = create({ maxRunning: 2 });
   makeReady(state, 0, 10, { maxTokens: 2 });

@@ -121,6 +121,7 @@ test('the tools take token ids or a chat, and no environment', () => {
       seed: 3,
       ignoreEos: true,
       printIds: true,
+      speculative: false,
     },
   );
 });
