@@ -3,11 +3,14 @@
  *
  * Prints one JSON line per stream count: commit, device, parameters, and for time to first token (TTFT), inter-token
  * latency (ITL) and tokens per second the median with the 10th and 90th percentile. All times are taken at the client.
+ * With drafts also the share of right ones, and with `--speculative both` the speed-up over a server without.
  *
  *   npx tsx scripts/bench-serve.ts [--url http://127.0.0.1:8000] [--streams 1,8,32] [--prompt-tokens 128]
- *                                  [--output-tokens 64] [--rounds 3]
+ *                                  [--output-tokens 64] [--rounds 3] [--prompts random|samples]
+ *                                  [--speculative on|off|both]
  */
 import { execFileSync, spawn, type ChildProcess } from 'node:child_process';
+import { readFileSync } from 'node:fs';
 import { parseArgs } from 'node:util';
 
 const { values: options } = parseArgs({
@@ -17,19 +20,53 @@ const { values: options } = parseArgs({
     'prompt-tokens': { type: 'string', default: '128' },
     'output-tokens': { type: 'string', default: '64' },
     rounds: { type: 'string', default: '3' },
+    prompts: { type: 'string', default: 'random' },
+    speculative: { type: 'string' },
     help: { type: 'boolean', default: false },
   },
 });
 if (options.help) {
   process.stdout.write(
     'bench-serve [--url URL] [--streams 1,8,32] [--prompt-tokens N] [--output-tokens N] [--rounds N]\n' +
-      'Without --url it starts `handoff all` on free ports and stops it afterwards.\n',
+      '            [--prompts random|samples] [--speculative on|off|both]\n' +
+      'Without --url it starts `handoff all` on free ports and stops it afterwards. Answers to random prompts have no\n' +
+      'end; samples end in a question of the embedded model. `--speculative both` measures without drafts and with them.\n',
   );
   process.exit(0);
 }
 const promptTokens = Number(options['prompt-tokens']);
 const outputTokens = Number(options['output-tokens']);
 const rounds = Number(options.rounds);
+if (options.speculative !== undefined && (options.url || !['on', 'off', 'both'].includes(options.speculative))) {
+  process.stderr.write('bench-serve: --speculative is on, off or both, for the server that it starts itself\n');
+  process.exit(1);
+}
+if (!['random', 'samples'].includes(options.prompts)) {
+  process.stderr.write(`bench-serve: --prompts is random or samples, not "${options.prompts}"\n`);
+  process.exit(1);
+}
+const samplePrompts =
+  options.prompts === 'random'
+    ? []
+    : readFileSync(new URL('../test/data/nano-samples.jsonl', import.meta.url), 'utf8')
+        .trim()
+        .split('\n')
+        .map((line) => (JSON.parse(line) as { prompt_ids: number[] }).prompt_ids);
+
+/**
+ * A prompt of `promptTokens` ids. Distinct ones: equal ones would measure a prefix cache. Random ids are below 256, plain
+ * bytes of the vocabulary; samples are cut at the front, behind the first id, so that they end in their question.
+ */
+function promptOf(seed: number): number[] {
+  if (samplePrompts.length === 0) {
+    return Array.from({ length: promptTokens }, (_, index) => (index === 0 ? 0 : 2 + ((seed * 31 + index * 17) % 250)));
+  }
+  const ids: number[] = [];
+  for (let index = seed; ids.length < promptTokens; index += 7) {
+    ids.unshift(...samplePrompts[index % samplePrompts.length]!);
+  }
+  return [0, ...ids.slice(ids.length - promptTokens + 1)];
+}
 
 interface StreamTimes {
   readonly ttftMs: number;
@@ -39,10 +76,7 @@ interface StreamTimes {
 
 /** One streaming completion from token ids; times at the client, from the request's first byte. */
 async function runStream(url: string, model: string, seed: number): Promise<StreamTimes> {
-  // Distinct prompts: equal ones would measure a prefix cache. Ids below 256 are plain bytes of the vocabulary.
-  const prompt = Array.from({ length: promptTokens }, (_, index) =>
-    index === 0 ? 0 : 2 + ((seed * 31 + index * 17) % 250),
-  );
+  const prompt = promptOf(seed);
   const startMs = performance.now();
   const response = await fetch(`${url}/v1/completions`, {
     method: 'POST',
@@ -95,12 +129,11 @@ function spread(values: readonly number[]): { median: number; p10: number; p90: 
 }
 
 /** Start `handoff all` on free ports; resolves with its URL once the router listens. */
-async function startServer(): Promise<{ url: string; child: ChildProcess }> {
-  const child = spawn(
-    process.execPath,
-    ['--import', 'tsx', 'server/main.ts', 'all', '--port', '0', '--prefill-port', '0', '--decode-port', '0'],
-    { stdio: ['ignore', 'pipe', 'inherit'] },
-  );
+async function startServer(flags: readonly string[]): Promise<{ url: string; child: ChildProcess }> {
+  const ports = ['--port', '0', '--prefill-port', '0', '--decode-port', '0'];
+  const child = spawn(process.execPath, ['--import', 'tsx', 'server/main.ts', 'all', ...ports, ...flags], {
+    stdio: ['ignore', 'pipe', 'inherit'],
+  });
   return new Promise((resolve, reject) => {
     let text = '';
     child.once('exit', (code) => reject(new Error(`the server ended with ${code}`)));
@@ -112,19 +145,32 @@ async function startServer(): Promise<{ url: string; child: ChildProcess }> {
   });
 }
 
-const started = options.url ? null : await startServer();
-const url = options.url ?? started!.url;
-try {
+/** Drafts so far by outcome, over all decode workers. */
+async function draftCounts(url: string): Promise<{ right: number; wrong: number }> {
+  const metrics = await (await fetch(`${url}/metrics`)).text();
+  const count = (outcome: string): number => {
+    const found = metrics.matchAll(
+      new RegExp(`^handoff_draft_tokens_total\\{[^}]*outcome="${outcome}"[^}]*\\} (\\S+)`, 'gm'),
+    );
+    return [...found].reduce((sum, [, value]) => sum + Number(value), 0);
+  };
+  return { right: count('right'), wrong: count('wrong') };
+}
+
+/** Measure every stream count. `plain` are the medians of tokens per second without drafts, to be compared with. */
+async function measure(url: string, speculative: string | undefined, plain: readonly number[]): Promise<number[]> {
   const models = (await (await fetch(`${url}/v1/models`)).json()) as { data: { id: string }[] };
   const model = models.data[0]!.id;
   const metrics = await (await fetch(`${url}/metrics`)).text();
   const device = /handoff_worker_info\{[^}]*adapter="([^"]*)"/.exec(metrics)?.[1] ?? 'unknown';
   const commit = execFileSync('git', ['rev-parse', '--short', 'HEAD']).toString().trim();
   await runStream(url, model, 0); // caches and pipelines are warm afterwards
-  for (const streams of options.streams.split(',').map(Number)) {
+  const medians: number[] = [];
+  for (const [index, streams] of options.streams.split(',').map(Number).entries()) {
     const ttftMs: number[] = [];
     const itlMs: number[] = [];
     const tokensPerSecond: number[] = [];
+    const before = await draftCounts(url);
     for (let round = 0; round < rounds; round++) {
       const startMs = performance.now();
       const results = await Promise.all(
@@ -135,21 +181,44 @@ try {
       itlMs.push(...results.flatMap((result) => result.gapsMs));
       tokensPerSecond.push(results.reduce((sum, result) => sum + result.tokens, 0) / seconds);
     }
+    const after = await draftCounts(url);
+    const right = after.right - before.right;
+    const drafts = right + after.wrong - before.wrong;
+    const median = quantile(tokensPerSecond, 0.5);
+    medians.push(median);
     const line = {
       bench: 'serve',
       commit,
       device,
       model,
       streams,
+      prompts: options.prompts,
       promptTokens,
       outputTokens,
       rounds,
+      ...(speculative === undefined ? {} : { speculative }),
       ttftMs: spread(ttftMs),
       itlMs: spread(itlMs),
       tokensPerSecond: spread(tokensPerSecond),
+      ...(drafts === 0 ? {} : { draftAcceptRate: Math.round((1000 * right) / drafts) / 1000 }),
+      ...(plain[index] === undefined ? {} : { speedUp: Math.round((100 * median) / plain[index]) / 100 }),
     };
     process.stdout.write(`${JSON.stringify(line)}\n`);
   }
-} finally {
-  started?.child.kill('SIGTERM');
+  return medians;
+}
+
+if (options.url) {
+  await measure(options.url, undefined, []);
+} else {
+  const turns = options.speculative === 'both' ? ['off', 'on'] : [options.speculative];
+  let plain: number[] = [];
+  for (const turn of turns) {
+    const { url, child } = await startServer(turn === undefined ? [] : ['--speculative', turn]);
+    try {
+      plain = await measure(url, turn, plain);
+    } finally {
+      child.kill('SIGTERM');
+    }
+  }
 }
