@@ -10,6 +10,7 @@
  * true status. Everything the app needs is handed to `createApp`; nothing here is global.
  */
 import { performance } from 'node:perf_hooks';
+import { setImmediate as nextTurn } from 'node:timers/promises';
 import { fastify, LogController } from 'fastify';
 import type { FastifyBaseLogger, FastifyInstance, FastifyReply, FastifyRequest } from 'fastify';
 import type { ChatEncoding } from '../model/chat.ts';
@@ -35,7 +36,7 @@ import type { Endpoint } from './api/openapi.ts';
 import { createProbe } from './api/probe.ts';
 import { planResponse, responsesRequest } from './api/responses.ts';
 import { createTurns } from './api/turns.ts';
-import type { GenerationPlan } from './api/dialect.ts';
+import type { GenerationPlan, Prompt } from './api/dialect.ts';
 import {
   allowOrigins,
   answerBrokenRequest,
@@ -530,15 +531,20 @@ function abortRequests(context: AppContext, isMeant: (exchange: Exchange) => boo
   return found.length;
 }
 
-/** The ids of texts, or of a conversation exactly as chat would prefill it. */
-function tokenize(context: AppContext, body: JsonObject): object {
+/** The ids of texts, or of a conversation exactly as chat would prefill it. Others have their turn between two texts. */
+async function tokenize(context: AppContext, body: JsonObject): Promise<object> {
   const { tokenizer } = context;
   const call = parseTokenizeRequest(body, context.served);
   const isNested = call.kind === 'texts' && call.nested;
-  const sequences =
+  const prompts: Prompt[] =
     call.kind === 'texts'
-      ? call.texts.map((text) => promptTokens(context, { kind: 'text', text }, 'prompt'))
-      : [promptTokens(context, { kind: 'conversation', conversation: call.conversation }, 'messages')];
+      ? call.texts.map((each) => ({ kind: 'text', text: each }))
+      : [{ kind: 'conversation', conversation: call.conversation }];
+  const sequences: number[][] = [];
+  for (const [index, prompt] of prompts.entries()) {
+    if (index > 0) await nextTurn();
+    sequences.push(promptTokens(context, prompt, call.kind === 'texts' ? 'prompt' : 'messages'));
+  }
   const strings = sequences.map((ids) => ids.map((id) => tokenizer.decode([id])));
   return {
     tokens: isNested ? sequences : sequences[0],

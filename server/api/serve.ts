@@ -4,6 +4,7 @@
  */
 import { randomBytes, randomInt, randomUUID } from 'node:crypto';
 import { performance } from 'node:perf_hooks';
+import { setImmediate as nextTurn } from 'node:timers/promises';
 import type { FastifyBaseLogger, FastifyReply, FastifyRequest } from 'fastify';
 import { createChatParser } from '../../model/chat-parser.ts';
 import { CHAT_TOKENS } from '../../model/chat.ts';
@@ -105,18 +106,21 @@ export async function serveGeneration(
   const { observe } = context;
   const startMs = performance.now();
   const secondsSince = (ms: number) => (performance.now() - ms) / 1000;
-
-  if (context.draining) {
+  const checkOpen = () => {
+    if (!context.draining) return;
     observe.rejected('server_draining');
     throw new ApiError('server_draining', 'The server is shutting down.');
-  }
+  };
+
+  checkOpen();
   const plan = makePlan();
   const { call } = plan;
+  const stopTokenIds = [...(call.ignoreEos ? [] : [context.tokenizer.eosId]), ...call.stopTokenIds];
+  const { choices, promptTokenCount } = await makeChoices(context, plan, stopTokenIds);
+  checkOpen();
   if (call.requestId !== null && context.requestIds.has(call.requestId)) {
     throw new ApiError('duplicate_request_id', 'Another request with this id is being answered.', { param: 'rid' });
   }
-  const stopTokenIds = [...(call.ignoreEos ? [] : [context.tokenizer.eosId]), ...call.stopTokenIds];
-  const { choices, promptTokenCount } = makeChoices(context, plan, stopTokenIds);
   const head: AnswerHead = {
     id: plan.idPrefix + randomUUID().replaceAll('-', ''),
     created: Math.floor(Date.now() / 1000),
@@ -331,26 +335,31 @@ export async function serveGeneration(
   return reply;
 }
 
-/** The choices of a request, prompt by prompt, and the tokens of its prompts, each counted once. */
-function makeChoices(
+/**
+ * The choices of a request, prompt by prompt, and the tokens of its prompts, each counted once. Tokenizing blocks, so
+ * others have their turn between two prompts.
+ */
+async function makeChoices(
   context: ServeContext,
   plan: GenerationPlan,
   stopTokenIds: number[],
-): { choices: Choice[]; promptTokenCount: number } {
+): Promise<{ choices: Choice[]; promptTokenCount: number }> {
   const { call } = plan;
+  const choices: Choice[] = [];
   let promptTokenCount = 0;
-  const choices = plan.prompts.flatMap((prompt) => {
+  for (const [index, prompt] of plan.prompts.entries()) {
+    if (index > 0) await nextTurn();
     const ids = promptTokens(context, prompt, plan.promptParam);
     promptTokenCount += ids.length;
     const room = context.contextLength - ids.length;
-    const wanted = plan.clampsTokens && call.maxTokens !== null ? Math.max(1, Math.min(call.maxTokens, room)) : null;
+    const clamped = plan.clampsTokens && call.maxTokens !== null ? Math.max(1, Math.min(call.maxTokens, room)) : null;
     const limits = { tokenCount: ids.length, param: plan.promptParam, fallback: plan.fallbackTokens };
-    const maxTokens = resolveMaxTokens({ maxTokens: wanted ?? call.maxTokens }, limits, context.contextLength);
-    return Array.from({ length: call.choiceCount }, (): Choice => {
+    const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
+    for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
-      return { promptTokens: ids, maxTokens, generation, handle: null, isOver: false, lastTokensMs: null };
-    });
-  });
+      choices.push({ promptTokens: ids, maxTokens, generation, handle: null, isOver: false, lastTokensMs: null });
+    }
+  }
   return { choices, promptTokenCount };
 }
 

@@ -131,6 +131,24 @@ describe('a server with API keys', () => {
     }
   });
 
+  test('limits the requests of a key in a minute, and says when to come again', async () => {
+    const other = await listen({ keyRequestsPerMinute: 1 }, { apiKeys: keys });
+    other.rooms.script = (room) => room.finish('fine');
+    const ask = (key: string) =>
+      fetch(`${other.url}/v1/completions`, {
+        method: 'POST',
+        headers: { 'content-type': 'application/json', ...bearer(key) },
+        body: JSON.stringify(completion),
+      });
+    assert.equal((await ask('first-key')).status, 200);
+    const refused = await ask('first-key');
+    assert.equal(refused.status, 429);
+    assert.match(refused.headers.get('retry-after') ?? '', /^[1-9]\d?$/);
+    assert.equal(((await refused.json()) as { error: { code: string } }).error.code, 'rate_limit_exceeded');
+    assert.equal((await ask('second-key')).status, 200);
+    await closeApp(other.app, 0);
+  });
+
   test('writes neither keys nor prompts nor answers to its log', async () => {
     const secret = 'zebra crossing';
     const whole = send('/v1/completions', bearer('second-key'), { ...completion, prompt: secret });
