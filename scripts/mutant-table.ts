@@ -180,6 +180,35 @@ export const MUTANTS: readonly Mutant[] = [
     ],
   },
   {
+    name: 'draft-without-page',
+    failure: null,
+    why: 'A draft is run at a position that its sequence has no page for.',
+    edits: [
+      {
+        file: DECODE,
+        find: `    tokenCount < request.maxTokens && lease.pages.length`,
+        put: `    tokenCount < request.maxTokens || lease.pages.length`,
+      },
+    ],
+    killers: [
+      unit('scheduler/decode', 'a row has a draft where the token behind it is wanted and its page is there'),
+      check('drafts: no fault', /^I4/),
+    ],
+  },
+  {
+    name: 'draft-after-the-end',
+    failure: null,
+    why: 'A stop token that a right draft follows does not end the answer: one token too many is sent.',
+    edits: [
+      {
+        file: DECODE,
+        find: `added.slice(0, isStopped ? stopIndex + 1 : maxTokens - position)`,
+        put: `added.slice(0, maxTokens - position)`,
+      },
+    ],
+    killers: [unit('scheduler/decode', 'what a right draft brings behind the end of an answer is dropped')],
+  },
+  {
     name: 'oldest-is-retracted',
     failure: null,
     why: 'The oldest gives way instead of the newest: two sequences may push each other out for ever.',

@@ -212,6 +212,24 @@ describe('handoff generate', () => {
     const warm = ['--temperature', '2', '--seed', '7', '--ignore-eos'];
     const first = await handoff('generate', ...args, '12', ...warm);
     assert.equal((await handoff('generate', ...args, '12', ...warm)).stdout, first.stdout, 'a seed fixes the answer');
+    for (const [plain, more] of [
+      [longer, [String(output.length + 5), '--ignore-eos']],
+      [first, ['12', ...warm]],
+    ] as const) {
+      const drafted = await handoff('generate', ...args, ...more, '--speculative', 'on');
+      assert.equal(drafted.stdout, plain.stdout, drafted.stderr);
+    }
+  });
+
+  test('refuses to draft with a checkpoint that has no draft block', async () => {
+    const directory = join(root, 'without-drafts');
+    mkdirSync(directory);
+    const config = JSON.parse(readFileSync(join(nano, 'config.json'), 'utf8')) as object;
+    writeFileSync(join(directory, 'config.json'), JSON.stringify({ ...config, num_nextn_predict_layers: 0 }));
+    const args = ['--model', directory, '--ids', file('short.json', [0, 1]), '--print-ids', '--speculative', 'on'];
+    const result = await handoff('generate', ...args);
+    assert.equal(result.code, 1);
+    assert.match(result.stderr, /num_nextn_predict_layers: is 0: .* no draft block for --speculative on/);
   });
 
   test('refuses an answer longer than the model is', async () => {
