@@ -111,7 +111,7 @@ export function selectEntries(
     for (const { start, count, tensor } of segmentsOf(keys)) {
       recorder.run(kernel, {
         entry: 'score',
-        constants: { PRECISION: PRECISION_CONSTANTS[precision], ROUND: `${rounding}` },
+        constants: { HEADS: `${Math.min(8, heads)}u`, PRECISION: PRECISION_CONSTANTS[precision], ROUND: `${rounding}` },
         tensors: { queries, headWeights, keys: tensor, scores, rows, pageTable, step },
         params: { ...params, segment_start: start, segment_count: count },
         workgroups: [Math.ceil(entryCount / SCORES_PER_GROUP), blockCount],

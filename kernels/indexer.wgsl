@@ -27,7 +27,7 @@ struct Params {
 @group(0) @binding(8) var<storage, read> step: array<u32>;
 
 const LANES: u32 = 64u;
-const HEADS: u32 = 8u; // of one pass over the keys
+const HEADS: u32 = 8u; // of one pass over the keys, fewer if the model has fewer
 
 @compute @workgroup_size(LANES)
 fn transform(@builtin(global_invocation_id) id: vec3u) {
@@ -160,6 +160,7 @@ var<workgroup> equal_before: array<u32, LANES>;
 // An integer that orders as the f32 does.
 fn order_key(index: u32) -> u32 {
   let bits = bitcast<u32>(scores[index]);
+  if (bits == 0x80000000u) { return 0x80000000u; } // -0 ties with 0
   return bits ^ select(0x80000000u, 0xffffffffu, bits >= 0x80000000u);
 }
 

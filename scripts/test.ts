@@ -1,7 +1,7 @@
 /**
  * The test suites: `npm test -- [SUITE...] [--seed N] [--grep PATTERN] [--list]`.
  *
- * Without arguments everything runs, first what is quick: static checks (format, lint, types), then test/tidy.test.ts
+ * Without arguments everything runs but `large`, first what is quick: static checks (format, lint, types), then test/tidy.test.ts
  * and every folder of test/. SUITE is `static`, a folder (`unit`, `unit/server`) or a file (`tidy`, `kernels/rmsnorm`).
  * Each test file is a process of its own. Suites without a GPU run two files at a time, the others one: a software
  * adapter takes every core there is.
@@ -18,8 +18,8 @@ import { parseCommandLine } from './command-line.ts';
 
 const root = fileURLToPath(new URL('..', import.meta.url));
 
-/** Order of the default run. `gpu` suites open a device or start workers that do. */
-const suites = [
+/** Order of the default run. `gpu` suites open a device or start workers that do; `asked` ones run only when named. */
+const suites: readonly { name: string; gpu: boolean; asked?: boolean }[] = [
   { name: 'tidy', gpu: false },
   { name: 'unit', gpu: false },
   { name: 'check', gpu: false },
@@ -29,6 +29,7 @@ const suites = [
   { name: 'integration', gpu: true },
   { name: 'conformance', gpu: true },
   { name: 'chaos', gpu: true },
+  { name: 'large', gpu: true, asked: true },
 ];
 const staticChecks: Record<string, string[]> = {
   format: ['oxfmt', '--check'],
@@ -64,7 +65,8 @@ process.exitCode = await main();
 
 async function main(): Promise<number> {
   const files = testFiles();
-  const wanted = positionals.length > 0 ? positionals : ['static', ...suites.map(({ name }) => name)];
+  const wanted =
+    positionals.length > 0 ? positionals : ['static', ...suites.filter(({ asked }) => !asked).map(({ name }) => name)];
   const checks = wanted.includes('static') ? Object.keys(staticChecks) : wanted.filter((name) => name in staticChecks);
   const chosen = new Set<string>();
   for (const name of wanted) {

@@ -73,11 +73,14 @@ interface Sizes {
   readonly blockRows: number;
 }
 
-/** Select with random queries (or all equal: `tied`) and compare each row that has a choice to make. */
+/**
+ * Select with random queries and compare each row that has a choice to make. `tied`: all scores are zero. `whole`: queries,
+ * weights and keys are small whole numbers, so that scores are exact in f32 and many are equal. Both must match exactly.
+ */
 async function checkSelection(
   sizes: Sizes,
   chunks: readonly TestChunk[],
-  options: { tied?: boolean; precision?: IndexPrecision } = {},
+  options: { tied?: boolean; whole?: boolean; precision?: IndexPrecision } = {},
 ): Promise<void> {
   const { heads, width, topk, ratio, entriesPerPage, blockRows } = sizes;
   const { precision = 'f32' } = options;
@@ -91,10 +94,12 @@ async function checkSelection(
   }));
   const step = makeStep(device, withPages);
   const { rowCount } = step;
-  const queries = random.f32(rowCount * heads * width, 1);
-  const weights = random.f32(rowCount * heads, 1);
+  const numbers = (count: number): Float32Array =>
+    options.whole ? Float32Array.from({ length: count }, () => random.integer(5) - 2) : random.f32(count, 1);
+  const queries = numbers(rowCount * heads * width);
+  const weights = numbers(rowCount * heads);
   if (options.tied) queries.fill(0);
-  const keys = Array.from({ length: pagesEach * chunks.length * entriesPerPage }, () => random.f32(width, 1));
+  const keys = Array.from({ length: pagesEach * chunks.length * entriesPerPage }, () => numbers(width));
   const words = indexKeyWords(width, precision);
   const stored = keys.flatMap((key) => [...encodedKey(key, precision)]);
   const selected = guardedTensor(device, [rowCount + 2, topk], 'u32');
@@ -135,7 +140,7 @@ async function checkSelection(
       });
       const got = [...actual.subarray(row * topk, (row + 1) * topk)];
       const wanted = largestIndices(expected, topk);
-      if (options.tied) {
+      if (options.tied || options.whole) {
         assert.deepEqual(got, wanted);
         continue;
       }
@@ -250,6 +255,12 @@ test('scores are rounded where the official runtime rounds them', async () => {
 test('equal scores go to the smaller index', async () => {
   const sizes = { heads: 4, width: 8, topk: 10, ratio: 4, entriesPerPage: 4, blockRows: 8 };
   await checkSelection(sizes, [{ start: 100, tokens: tokens(3) }], { tied: true });
+});
+
+test('at 131072 tokens the selection is exact, and equal scores go to the smaller index', async () => {
+  // width * heads is 16: the scale is a power of two.
+  const sizes = { heads: 2, width: 8, topk: 512, ratio: 4, entriesPerPage: 32, blockRows: 3 };
+  await checkSelection(sizes, [{ start: 131_066, tokens: tokens(6) }], { whole: true });
 });
 
 test('more entries than the scratch holds are refused', () => {

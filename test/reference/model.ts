@@ -75,6 +75,26 @@ export class ReferenceModel {
     return { logits: this.#head('', streams), streams };
   }
 
+  /**
+   * Process tokens for what later ones see of them alone: keys, values and entries. Exact in a model of one layer, whose
+   * past depends on nothing but the tokens; there it makes contexts of any length affordable.
+   */
+  skim(tokens: ArrayLike<number>): void {
+    if (this.#layers.length !== 1) throw new Error('only a model of one layer can be skimmed');
+    const layer = this.#layers[0]!;
+    const { prefix } = layer;
+    for (let index = 0; index < tokens.length; index++) {
+      const embedding = this.#row('embed.weight', tokens[index]!);
+      const streams = Array.from({ length: this.#config.streams }, () => embedding);
+      this.#spread(streams, `${prefix}hc_attn_`, (mixed) => {
+        const x = this.#norm(mixed, `${prefix}attn_norm.weight`);
+        this.#remember(layer, x, this.#position);
+        return x;
+      });
+      this.#position += 1;
+    }
+  }
+
   /** The draft block at `position`: from that position's streams and the token after it, logits of the one after that. */
   draft(streams: readonly Vector[], nextToken: number, position: number): Vector {
     const embedding = this.#matrix(
@@ -152,7 +172,7 @@ export class ReferenceModel {
   // --------------------------------------------------------------------------------------------- attention, 3.5 - 3.10
 
   #attention(layer: Layer, x: Vector, position: number): Vector {
-    const { heads, headDim, windowTokens, outputGroups, outputRank, normEps, indexTopK } = this.#config;
+    const { heads, headDim, outputGroups, outputRank, normEps, indexTopK } = this.#config;
     const { ratio, state } = layer;
     const prefix = `${layer.prefix}attn.`;
     const angles = ratio > 0 ? this.#compressedFrequencies : this.#mainFrequencies;
@@ -166,26 +186,11 @@ export class ReferenceModel {
         1,
       );
     });
-    const own = this.#rotate(
-      this.#norm(this.#matrix(`${prefix}wkv`, x), `${prefix}kv_norm.weight`),
-      position,
-      angles,
-      1,
-    );
-    state.window.push(own);
-    if (state.window.length > windowTokens) state.window.shift();
-
-    let chosen: Vector[] = [];
-    if (ratio > 0) {
-      this.#compress(state.main, `${prefix}compressor.`, x, position, ratio, false);
-      chosen = state.main.entries;
-    }
-    if (ratio === OVERLAP) {
-      this.#compress(state.index, `${prefix}indexer.compressor.`, x, position, ratio, true);
-      if (chosen.length > indexTopK) {
-        const scores = this.#indexScores(prefix, state.index.entries, queryRank, x, position);
-        chosen = this.#largest(scores, indexTopK, 'topK').map((index) => state.main.entries[index]!);
-      }
+    this.#remember(layer, x, position);
+    let chosen = ratio > 0 ? state.main.entries : [];
+    if (ratio === OVERLAP && chosen.length > indexTopK) {
+      const scores = this.#indexScores(prefix, state.index.entries, queryRank, x, position);
+      chosen = this.#largest(scores, indexTopK, 'topK').map((index) => state.main.entries[index]!);
     }
 
     const keys = [...state.window, ...chosen];
@@ -213,6 +218,18 @@ export class ReferenceModel {
       }
     }
     return this.#matrix(`${prefix}wo_b`, low);
+  }
+
+  // Append a token's key-value, and what it completes, to the layer's past.
+  #remember(layer: Layer, x: Vector, position: number): void {
+    const { ratio, state } = layer;
+    const prefix = `${layer.prefix}attn.`;
+    const angles = ratio > 0 ? this.#compressedFrequencies : this.#mainFrequencies;
+    const keyValue = this.#norm(this.#matrix(`${prefix}wkv`, x), `${prefix}kv_norm.weight`);
+    state.window.push(this.#rotate(keyValue, position, angles, 1));
+    if (state.window.length > this.#config.windowTokens) state.window.shift();
+    if (ratio > 0) this.#compress(state.main, `${prefix}compressor.`, x, position, ratio, false);
+    if (ratio === OVERLAP) this.#compress(state.index, `${prefix}indexer.compressor.`, x, position, ratio, true);
   }
 
   #compress(state: Compressor, prefix: string, x: Vector, position: number, ratio: number, transform: boolean): void {

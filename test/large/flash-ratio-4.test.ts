@@ -1,0 +1,4 @@
+/** Even layers from 4 on of DeepSeek-V4-Flash, every weight at its real size; see test/support/flash-layer.ts. Two minutes, 6 GiB. */
+import { testFlashLayer } from '../support/flash-layer.ts';
+
+testFlashLayer('ratio 4, scored');

@@ -1,0 +1,4 @@
+/** Layers 0 and 1 of DeepSeek-V4-Flash, every weight at its real size; see test/support/flash-layer.ts. Two minutes, 6 GiB. */
+import { testFlashLayer } from '../support/flash-layer.ts';
+
+testFlashLayer('sliding window, hash-routed');
