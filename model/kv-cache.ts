@@ -18,6 +18,9 @@
  * A layer's share of all pages may be more than the adapter binds at once: it then lies in segments of whole pages.
  *
  * Nothing needs clearing when a page or a slot changes hands: what is valid follows from positions alone.
+ *
+ * Beside the slots there may be *states*: copies of slots, in the form in which a slot leaves the device, from which other
+ * sequences with the same beginning go on. No kernel sees them.
  */
 import type { Device } from '../kernels/device.ts';
 import { indexKeyWords, type IndexPrecision } from '../kernels/index-keys.ts';
@@ -83,6 +86,7 @@ export interface KvCache {
   readonly draft: DraftCache | null;
   readonly pageCount: number;
   readonly slotCount: number;
+  readonly stateCount: number;
   readonly pageBytes: number;
   readonly slotBytes: number;
   readonly layout: CacheLayout;
@@ -95,6 +99,10 @@ export interface KvCache {
   writePage(page: number, bytes: Uint8Array): void;
   /** Write one slot; ordered before work submitted later. */
   writeSlot(slot: number, bytes: Uint8Array): void;
+  /** Copy a slot into a state; ordered behind work submitted before. */
+  keepSlot(slot: number, state: number): void;
+  /** Copy a state into a slot; ordered before work submitted later. */
+  resumeSlot(state: number, slot: number): void;
   /** Resolves when all writes so far have reached the device. Rejects when the device is lost. */
   flushed(): Promise<void>;
   /** Free all buffers. */
@@ -121,16 +129,19 @@ export function pageBytesOf(config: ModelConfig): number {
 }
 
 /**
- * Allocate a cache of `pageCount` pages and `slotCount` slots; with `draft`, slots keep the draft block's state too.
+ * Allocate a cache of `pageCount` pages, `slotCount` slots, and as many states as `stateBytes` hold. With `draft`, slots keep
+ * the draft block's state too; of a state its last row is made from the token that followed there, so that the first
+ * drafts of who goes on otherwise are worse, and nothing else.
  *
  * @throws RangeError when a layer's part of all slots, or of one page, exceeds what the device binds at once.
  */
 export function createKvCache(
   device: Device,
   config: ModelConfig,
-  options: { pageCount: number; slotCount: number; draft?: boolean },
+  options: { pageCount: number; slotCount: number; stateBytes?: number; draft?: boolean },
 ): KvCache {
-  const { draft: withDraft = false, ...size } = options;
+  const { draft: withDraft = false, stateBytes = 0, ...size } = options;
+  const { pageCount, slotCount } = size;
   const ungathered = config.layers.map((_, index) => allocateLayer(device, config, index, size));
   const gathering = allocateGathered(device, config, ungathered, size.pageCount);
   const layers = ungathered.map((layer, index): LayerCache => ({ ...layer, gathered: gathering.views[index]! }));
@@ -142,6 +153,14 @@ export function createKvCache(
   const pageBytes = pageBytesOf(config);
   const slotBytes = slotParts.reduce((sum, part) => sum + unitBytes(part), 0);
   const readback = new ReadbackPool(device);
+  const states = Array.from({ length: Math.floor(stateBytes / slotBytes) }, (_, index) => {
+    return allocateTensor(device, {
+      shape: [slotBytes / WORD_BYTES],
+      dtype: 'f32',
+      label: `cache state ${index}`,
+      usage: GPUBufferUsage.COPY_SRC | GPUBufferUsage.COPY_DST,
+    });
+  });
 
   const write = (parts: readonly Tensor[], unit: number, bytes: Uint8Array): void => {
     let offset = 0;
@@ -155,7 +174,9 @@ export function createKvCache(
   return {
     layers,
     draft,
-    ...size,
+    pageCount,
+    slotCount,
+    stateCount: states.length,
     pageBytes,
     slotBytes,
     layout: {
@@ -201,6 +222,23 @@ export function createKvCache(
       checkBytes('slot', bytes, slotBytes);
       write(slotParts, slot, bytes);
     },
+    keepSlot(slot, state) {
+      checkUnit('slot', slot, slotCount);
+      checkUnit('state', state, states.length);
+      copyOut(device, [{ parts: slotParts, unit: slot }], states[state]!.buffer);
+    },
+    resumeSlot(state, slot) {
+      checkUnit('state', state, states.length);
+      checkUnit('slot', slot, slotCount);
+      const recorder = new Recorder(device);
+      let offset = 0;
+      for (const part of slotParts) {
+        const partBytes = unitBytes(part);
+        recorder.copy(states[state]!.buffer, offset, part.buffer, part.offsetBytes + slot * partBytes, partBytes);
+        offset += partBytes;
+      }
+      recorder.submit();
+    },
     flushed() {
       // A small read, since `onSubmittedWorkDone` resolves even when the device is lost.
       const first = slotParts[0]!;
@@ -212,7 +250,7 @@ export function createKvCache(
     },
     destroy() {
       readback.destroy();
-      for (const part of [...pageParts, ...slotParts]) destroyTensor(device, part);
+      for (const part of [...pageParts, ...slotParts, ...states]) destroyTensor(device, part);
       if (gathering.memory) destroyTensor(device, gathering.memory);
       // Dawn frees the memory of destroyed buffers at the next submit.
       device.queue.submit([]);

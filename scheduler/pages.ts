@@ -10,6 +10,7 @@ import {
   handlesByOwner,
   move,
   QUARANTINED,
+  SHARED,
   take,
   takeViolations,
   type Ledger,
@@ -25,6 +26,8 @@ export interface Pools {
 export interface Lease {
   owner: string;
   pages: PageId[];
+  /** So many pages, from the first on, belong to the prefix cache and are only read (scheduler/prefix-cache.ts). */
+  shared: number;
   slot: SlotId;
 }
 
@@ -42,7 +45,7 @@ export function lend(pools: Pools, pageCount: number, owner: string): Lease | nu
   const pages = take(pools.pages, pageCount, owner);
   if (pages === null) return null;
   const [slot] = take(pools.slots, 1, owner) as [SlotId];
-  return { owner, pages, slot };
+  return { owner, pages, shared: 0, slot };
 }
 
 /** One more page at the end of a lease's page table; false if none is free. */
@@ -60,9 +63,12 @@ export function handOver(pools: Pools, lease: Lease, to: string): void {
   lease.owner = to;
 }
 
-/** Everything of a lease becomes free. The caller forgets the lease: releasing twice is a violation. */
+/**
+ * Everything of a lease becomes free; the prefix cache's pages are left by `leavePrefix` before. The caller forgets the
+ * lease: releasing twice is a violation.
+ */
 export function release(pools: Pools, lease: Lease): void {
-  giveBack(pools.pages, lease.pages, lease.owner);
+  giveBack(pools.pages, lease.pages.slice(lease.shared), lease.owner);
   giveBack(pools.slots, [lease.slot], lease.owner);
 }
 
@@ -71,16 +77,20 @@ export function takePoolViolations(pools: Pools): string[] {
   return [...takeViolations(pools.pages), ...takeViolations(pools.slots)];
 }
 
-/** Recount from scratch: each ledger is conserved, and what is lent is exactly what `leases` hold. */
+/**
+ * Recount from scratch: each ledger is conserved, what is lent is exactly what `leases` hold, and a shared page is read
+ * by exactly the leases that begin with it.
+ */
 export function auditPools(pools: Pools, leases: readonly Lease[]): string[] {
   const found = [...auditLedger(pools.pages), ...auditLedger(pools.slots)];
   const expected = {
-    pages: new Map(leases.map((lease) => [lease.owner, lease.pages])),
+    pages: new Map(leases.map((lease) => [lease.owner, lease.pages.slice(lease.shared)])),
     slots: new Map(leases.map((lease) => [lease.owner, [lease.slot]])),
   };
   for (const pool of ['pages', 'slots'] as const) {
     const held = handlesByOwner(pools[pool]);
     held.delete(QUARANTINED);
+    held.delete(SHARED);
     for (const [owner, handles] of held) {
       const claimed = [...(expected[pool].get(owner) ?? [])].sort((a, b) => a - b);
       if (claimed.join() !== handles.join()) {
@@ -91,5 +101,19 @@ export function auditPools(pools: Pools, leases: readonly Lease[]): string[] {
       if (handles.length > 0 && !held.has(owner)) found.push(`${pool} of ${owner}: not in the ledger`);
     }
   }
+  return [...found, ...auditReaders(pools.pages, leases)];
+}
+
+function auditReaders({ readers }: Ledger, leases: readonly Lease[]): string[] {
+  const found: string[] = [];
+  let locks = 0;
+  for (const { owner, pages, shared } of leases) {
+    locks += shared;
+    for (const page of pages.slice(0, shared)) {
+      if (readers[page]?.has(owner) !== true) found.push(`page ${page}: ${owner} reads it unnoticed`);
+    }
+  }
+  for (const names of readers) locks -= names?.size ?? 0;
+  if (locks !== 0) found.push(`${locks} more readers in leases than in the ledger`);
   return found;
 }

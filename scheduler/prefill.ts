@@ -15,19 +15,25 @@
  * | read_done      | engine, for every `read` effect, also when the room is unwinding |
  * | step_done      | engine, once for every batch that `nextPrefillBatch` returned |
  * | tick           | a timer, also when idle, paused and draining (50 ms is a good period) |
+ * | flush          | an operator: forget all cached prefixes |
  * | drain          | worker shutdown |
  *
  * Effects returned: send, read, discard, report, violation.
+ *
+ * Pages of prompts are kept after their rooms (scheduler/prefix-cache.ts). A room reads what it finds there when it is
+ * admitted, and again before each of its steps, for others may have computed more meanwhile. All pages of a prompt are
+ * sent, wherever they came from.
  */
 
 import { promptDigest } from '../transfer/checksum.ts';
 import { bury, buryUnseen, isClosed } from '../transfer/closing.ts';
-import { quarantinedCount } from '../transfer/ledger.ts';
+import { giveBack, quarantinedCount, takeViolations } from '../transfer/ledger.ts';
 import {
   parseKey,
   type Epoch,
   type Instance,
   type Outcome,
+  type PageId,
   type PeerMessage,
   type Reason,
   type RoomKey,
@@ -54,6 +60,27 @@ import {
   type Desk,
 } from './desk.ts';
 import { auditPools, createPools, lend, release, takePoolViolations, type Lease, type Pools } from './pages.ts';
+import {
+  auditPrefix,
+  createPrefixCache,
+  disownPrefix,
+  findPath,
+  flushPrefixes,
+  hashPrompt,
+  isCaching,
+  joinPrefix,
+  leavePrefix,
+  leaveState,
+  makeRoom,
+  publishPrefix,
+  statsPrefix,
+  takeState,
+  usableLength,
+  verifyPrefix,
+  type PrefixCache,
+  type PrefixCounts,
+  type PromptHashes,
+} from './prefix-cache.ts';
 import type {
   DropCounts,
   PrefillBatch,
@@ -61,6 +88,7 @@ import type {
   PrefillLimits,
   Request,
   SampledToken,
+  StateId,
   UnitPlace,
   WorkerEffect,
 } from './types.ts';
@@ -77,6 +105,7 @@ export type PrefillEvent =
   /** `tokens`: the sampled first token of every `last` chunk of the batch. */
   | { type: 'step_done'; tokens: SampledToken[]; nowMs: number }
   | { type: 'tick'; nowMs: number }
+  | { type: 'flush'; nowMs: number }
   | { type: 'drain'; nowMs: number };
 
 /** One room on this worker, from the first submit or OPEN to `end`. */
@@ -86,6 +115,14 @@ export interface PrefillRoom {
   request: Request | null;
   /** Null until admitted. */
   lease: Lease | null;
+  /** Of the prompt's whole pages; none until submit, or if nothing is cached. */
+  hashes: PromptHashes;
+  /** The state from which its next step starts, held until that step begins; null: its slot has it. */
+  resume: StateId | null;
+  /** Where its prompt and another one's were seen to part, which is where a third may go on: a step ends there. */
+  branchTokens: number;
+  /** Tokens that it did not have to compute. */
+  cachedTokens: number;
 }
 
 export interface PrefillState {
@@ -94,14 +131,23 @@ export interface PrefillState {
   /** Every room that is not over, in order of creation. Queues hold keys of this table. */
   live: Map<RoomKey, PrefillRoom>;
   pools: Pools;
+  cache: PrefixCache;
   /** Waiting for pages and a slot, first come first served. */
   waiting: RoomKey[];
   /** Admitted and not yet computed to the end, in order of admission. */
   computing: RoomKey[];
   /** Token ranges of the step under way, or null. */
-  step: { key: RoomKey; end: number; last: boolean }[] | null;
+  step: StepPart[] | null;
   /** Tokens computed so far, over all rooms. */
   computedTokens: number;
+}
+
+/** A room's part of a step: tokens up to `end`, and the state that is filled with its slot. */
+interface StepPart {
+  key: RoomKey;
+  end: number;
+  last: boolean;
+  keep: StateId | null;
 }
 
 /** What `/metrics` shows, counted from the state. */
@@ -114,8 +160,14 @@ export interface PrefillStats {
   unwinding: number;
   rooms: number;
   pagesFree: number;
+  /** Of rooms, shared ones counted once. */
   pagesHeld: number;
+  /** Of the prefix cache and no room: given back whenever a room needs them. */
+  pagesCached: number;
   pagesQuarantined: number;
+  statesFree: number;
+  statesHeld: number;
+  prefixes: PrefixCounts;
   slotsFree: number;
   slotsHeld: number;
   stagingBytes: number;
@@ -141,6 +193,7 @@ export function createPrefill(limits: PrefillLimits, self: Instance): PrefillSta
     desk: createDesk(self),
     live: new Map(),
     pools: createPools(limits.pageCount, limits.slotCount, limits.strictLedger),
+    cache: createPrefixCache(limits.pageTokens, limits.stateCount, limits.strictLedger),
     waiting: [],
     computing: [],
     step: null,
@@ -189,6 +242,9 @@ export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEff
     case 'tick':
       onTick(state, event.nowMs, effects);
       break;
+    case 'flush':
+      flushPrefixes(state.cache, state.pools);
+      break;
     case 'drain':
       state.desk.draining = true;
       break;
@@ -203,27 +259,41 @@ export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEff
 /**
  * The next step under the token budget, or null if there is nothing to compute or a step is under way.
  * Rooms are served in order of admission; the caller answers with `step_done` once.
+ *
+ * A room whose next page an earlier one computes in this step waits for it: it will find that page in the cache.
  */
 export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
   if (state.step !== null) return null;
-  const { prefillChunkTokens, pageTokens } = state.limits;
+  const { cache, limits } = state;
+  const { prefillChunkTokens, pageTokens } = limits;
   const chunks: PrefillChunk[] = [];
-  const step: { key: RoomKey; end: number; last: boolean }[] = [];
+  const step: StepPart[] = [];
+  const underWay = new Set<number>();
   let budget = prefillChunkTokens;
   for (const key of state.computing) {
-    const { sender, request, lease } = state.live.get(key) as PrefillRoom;
+    const room = state.live.get(key) as PrefillRoom;
+    const { sender, request, lease, hashes } = room;
     if (request === null || lease === null) throw new Error(`${key} computes without a lease`);
+    joinDeeper(state, room, lease);
     const start = sender.computedTokens;
-    const last = sender.tokenCount - start <= budget;
-    const end = last ? sender.tokenCount : start + Math.floor(budget / pageTokens) * pageTokens;
+    const nextPage = hashes[start / pageTokens];
+    if (nextPage !== undefined && underWay.has(nextPage)) continue;
+    const end = chunkEnd(room, budget, limits);
     if (end === start) break;
     budget -= end - start;
+    for (const hash of hashes.slice(start / pageTokens, Math.floor(end / pageTokens))) underWay.add(hash);
     const { promptTokens, sampling } = request;
     const tokens = promptTokens.slice(start, end);
+    const last = end === sender.tokenCount;
     const next = last ? null : (promptTokens[end] as number);
-    chunks.push({ key, slot: lease.slot, pages: lease.pages.slice(), tokens, next, start, end, last, sampling });
-    step.push({ key, end, last });
-    stepSender(sender, { type: 'step_started' }, state.limits);
+    const { resume } = room;
+    if (resume !== null) leaveState(cache, resume, lease.owner);
+    room.resume = null;
+    const keep = end % pageTokens === 0 ? takeState(cache, lease.owner) : null;
+    const { slot, pages } = lease;
+    chunks.push({ key, slot, pages: pages.slice(), tokens, next, start, end, last, sampling, resume, keep });
+    step.push({ key, end, last, keep });
+    stepSender(sender, { type: 'step_started' }, limits);
     if (budget === 0) break;
   }
   if (chunks.length === 0) return null;
@@ -231,9 +301,53 @@ export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
   return { chunks };
 }
 
+/**
+ * Where a room's next chunk ends: under the budget, on a page unless it is the last, and with a cache also where its
+ * whole pages end and where it parted from another prompt, so that there are states at both.
+ */
+function chunkEnd(
+  { sender, hashes, branchTokens }: PrefillRoom,
+  budget: number,
+  { pageTokens }: PrefillLimits,
+): number {
+  const { computedTokens: start, tokenCount } = sender;
+  const isLast = tokenCount - start <= budget;
+  const end = isLast ? tokenCount : start + Math.floor(budget / pageTokens) * pageTokens;
+  const stops = [branchTokens, hashes.length * pageTokens].filter((stop) => stop > start && stop < end);
+  return Math.min(end, ...stops);
+}
+
+/** Other rooms may have computed more of a room's prompt since it was admitted: it reads that instead. */
+function joinDeeper(state: PrefillState, room: PrefillRoom, lease: Lease): void {
+  const { cache, pools, limits } = state;
+  const { sender, request, hashes } = room;
+  const { shared, owner } = lease;
+  if (request === null || hashes.length === 0 || sender.computedTokens !== shared * limits.pageTokens) return;
+  const prompt = { tokens: request.promptTokens, hashes };
+  const path = findPath(cache, prompt, shared, lease.pages[shared - 1] ?? null);
+  room.branchTokens = Math.max(room.branchTokens, (shared + path.length) * limits.pageTokens);
+  const usable = path.slice(0, usableLength(cache, path));
+  if (usable.length === 0) return;
+  const replaced = lease.pages.slice(shared, shared + usable.length);
+  if (room.resume !== null) leaveState(cache, room.resume, owner);
+  room.resume = joinPrefix(cache, pools, usable, owner);
+  giveBack(pools.pages, replaced, owner);
+  lease.pages.splice(shared, usable.length, ...usable);
+  lease.shared += usable.length;
+  skipCached(state, room, lease);
+}
+
+/** The room's shared pages count as computed. */
+function skipCached(state: PrefillState, room: PrefillRoom, lease: Lease): void {
+  const computedTokens = lease.shared * state.limits.pageTokens;
+  room.cachedTokens += computedTokens - room.sender.computedTokens;
+  stepSender(room.sender, { type: 'cached', computedTokens }, state.limits);
+}
+
 /** Gauges, counted from the state. */
 export function statsPrefill(state: PrefillState): PrefillStats {
   const { desk, pools } = state;
+  const prefix = statsPrefix(state.cache);
   const stats: PrefillStats = {
     bootstrapping: 0,
     waiting: 0,
@@ -242,8 +356,12 @@ export function statsPrefill(state: PrefillState): PrefillStats {
     unwinding: 0,
     rooms: state.live.size,
     pagesFree: pools.pages.free.length,
-    pagesHeld: 0,
+    pagesHeld: prefix.pagesRead,
+    pagesCached: prefix.pagesIdle,
     pagesQuarantined: quarantinedCount(pools.pages),
+    statesFree: prefix.statesFree,
+    statesHeld: prefix.statesHeld,
+    prefixes: { ...state.cache.counts },
     slotsFree: pools.slots.free.length,
     slotsHeld: 0,
     stagingBytes: stagedBytes(state),
@@ -258,7 +376,7 @@ export function statsPrefill(state: PrefillState): PrefillStats {
   };
   for (const { sender, lease } of state.live.values()) {
     stats[gaugeOf(sender)]++;
-    stats.pagesHeld += lease?.pages.length ?? 0;
+    if (lease !== null) stats.pagesHeld += lease.pages.length - lease.shared;
     stats.slotsHeld += lease === null ? 0 : 1;
     if (sender.phase !== 'unwinding') stats.queuedTokens += sender.tokenCount - sender.computedTokens;
   }
@@ -292,7 +410,17 @@ export function auditPrefill(state: PrefillState): string[] {
     if (!state.live.has(key)) found.push(`${key}: queued, but not live`);
   }
   if (state.live.size > state.limits.maxRooms) found.push(`${state.live.size} rooms`);
-  return [...found, ...auditPools(state.pools, leases)];
+  const making = new Map<StateId, string>();
+  for (const { key, keep } of state.step ?? []) {
+    const owner = state.live.get(key)?.lease?.owner;
+    if (keep !== null && owner !== undefined) making.set(keep, owner);
+  }
+  const starting = new Map<string, StateId>();
+  for (const { lease, resume } of state.live.values()) {
+    if (lease !== null && resume !== null) starting.set(lease.owner, resume);
+  }
+  const { cache, pools } = state;
+  return [...found, ...auditPools(pools, leases), ...auditPrefix(cache, pools, { making, starting })];
 }
 
 /** The queue that a room counts in. */
@@ -378,6 +506,7 @@ function onSubmit(
   }
   const { promptTokens, sampling, maxTokens, stopTokens, budgetMs } = message;
   const deadlineMs = nowMs + budgetMs;
+  if (isCaching(state.cache)) room.hashes = hashPrompt(state.cache, promptTokens);
   room.request = { promptTokens, sampling, maxTokens, stopTokens, deadlineMs };
   accept(state, router, key, effects);
   const digest = promptDigest(promptTokens, limits.modelDigest);
@@ -418,7 +547,15 @@ function createRoom(
   const peer = { name: decode.name, epoch: decode.epoch };
   const self = state.desk.self.epoch;
   const sender = createSender({ key, self, peer, tokenCount, digest }, nowMs, state.limits);
-  const room: PrefillRoom = { sender, request: null, lease: null };
+  const room: PrefillRoom = {
+    sender,
+    request: null,
+    lease: null,
+    hashes: [],
+    resume: null,
+    branchTokens: 0,
+    cachedTokens: 0,
+  };
   state.live.set(key, room);
   return room;
 }
@@ -523,14 +660,44 @@ function onStepDone(
   if (step === null) throw new Error('step_done without a step');
   state.step = null;
   const sampled = new Map(tokens.map(({ key, token }) => [key, token]));
-  for (const { key, end, last } of step) {
+  for (const { key, end, last, keep } of step) {
     const room = state.live.get(key) as PrefillRoom;
     state.computedTokens += end - room.sender.computedTokens;
     const firstToken = last ? sampled.get(key) : null;
     if (firstToken === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
     if (last) remove(state.computing, key);
+    publish(state, room, end, keep);
+    if (last) reportCached(state, key, room, effects);
     runSender(state, key, room, { type: 'computed', computedTokens: end, firstToken, nowMs }, effects);
   }
+}
+
+/** What a step computed enters the cache, before any of it is read, unless its room has been stopped meanwhile. */
+function publish(
+  state: PrefillState,
+  { sender, request, lease, hashes }: PrefillRoom,
+  end: number,
+  keep: StateId | null,
+): void {
+  const { cache, pools } = state;
+  if (request === null || lease === null || hashes.length === 0) return;
+  if (sender.phase === 'unwinding') {
+    if (keep !== null) giveBack(cache.states, [keep], lease.owner);
+    return;
+  }
+  publishPrefix(cache, pools, lease, { prompt: { tokens: request.promptTokens, hashes }, end, state: keep });
+}
+
+/** A prompt is computed: count it, and tell its router how much of it was cached. */
+function reportCached(state: PrefillState, key: RoomKey, room: PrefillRoom, effects: WorkerEffect[]): void {
+  const { cache, desk } = state;
+  const router = parseKey(key)?.router;
+  if (!isCaching(cache) || room.sender.phase === 'unwinding' || router === undefined) return;
+  const { cachedTokens: tokenCount } = room;
+  if (tokenCount > 0) cache.counts.hits++;
+  else cache.counts.misses++;
+  cache.counts.tokens += tokenCount;
+  effects.push({ type: 'report', router, message: { type: 'cached', key, epoch: desk.self.epoch, tokenCount } });
 }
 
 function onTick(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
@@ -565,7 +732,7 @@ function runSender(
   state: PrefillState,
   key: RoomKey,
   room: PrefillRoom,
-  event: Exclude<SenderEvent, { type: 'step_started' }>,
+  event: Exclude<SenderEvent, { type: 'cached' | 'step_started' }>,
   effects: WorkerEffect[],
 ): void {
   const { desk, limits } = state;
@@ -584,6 +751,7 @@ function runSender(
       case 'stopped': {
         remove(state.waiting, key);
         remove(state.computing, key);
+        if (room.lease !== null) disownPrefix(state.cache, state.pools, room.lease);
         const { reason, tellPeer } = effect;
         const stop = { key, peer, reason, tellPeer, tokenCount: 0, socket: 'data' } as const;
         enterUnwinding(desk, stop, event.nowMs, limits, effects);
@@ -610,27 +778,57 @@ function closeRoom(
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
-  const { desk, live, limits, pools } = state;
-  if (room.lease !== null) release(pools, room.lease);
-  reportViolations(desk, key, takePoolViolations(pools), effects);
+  const { cache, desk, live, limits, pools } = state;
+  const { lease, resume } = room;
+  if (lease !== null) {
+    if (outcome.ok) verifyPrefix(cache, lease);
+    if (resume !== null) leaveState(cache, resume, lease.owner);
+    leavePrefix(cache, pools, lease);
+    release(pools, lease);
+  }
+  reportViolations(desk, key, [...takePoolViolations(pools), ...takeViolations(cache.states)], effects);
   live.delete(key);
   bury(desk.closing, key, outcome, 0);
   if (room.sender.submitted) reportEnd(desk, { key, outcome, tokenCount: 0 }, nowMs, limits, effects);
 }
 
-/** Lend pages and a slot to the head of the queue while they suffice: all of a room's pages, or none. */
+/**
+ * Lend pages and a slot to the head of the queue while they suffice: all of a room's pages, or none. Those that the
+ * cache has are read instead, and those that nobody reads give way.
+ */
 function admitWaiting(state: PrefillState, nowMs: number, effects: WorkerEffect[]): void {
+  const { cache, pools, limits } = state;
   for (;;) {
     const key = state.waiting[0];
     if (key === undefined) return;
+    // The last page of a prompt is never a cached one, so a room needs a page in any case.
+    if (pools.slots.free.length === 0 || pools.pages.free.length + cache.idleCount === 0) return;
     const room = state.live.get(key) as PrefillRoom;
-    const pageCount = Math.ceil(room.sender.tokenCount / state.limits.pageTokens);
-    room.lease = lend(state.pools, pageCount, `session ${key}`);
-    if (room.lease === null) return;
+    const owner = `session ${key}`;
+    const prefix = usablePrefix(state, room);
+    const pageCount = Math.ceil(room.sender.tokenCount / limits.pageTokens) - prefix.length;
+    const resume = prefix.length > 0 ? joinPrefix(cache, pools, prefix, owner) : null;
+    const lease = makeRoom(cache, pools, pageCount) ? lend(pools, pageCount, owner) : null;
+    if (lease === null) {
+      if (resume !== null) leaveState(cache, resume, owner);
+      leavePrefix(cache, pools, { owner, pages: prefix, shared: prefix.length, slot: 0 });
+      return;
+    }
+    lease.pages.unshift(...prefix);
+    lease.shared = prefix.length;
+    Object.assign(room, { lease, resume });
     state.waiting.shift();
     state.computing.push(key);
     runSender(state, key, room, { type: 'admitted', nowMs }, effects);
+    skipCached(state, room, lease);
   }
+}
+
+/** Cached pages from which a room can start. */
+function usablePrefix({ cache }: PrefillState, { request, hashes }: PrefillRoom): PageId[] {
+  if (request === null || hashes.length === 0) return [];
+  const path = findPath(cache, { tokens: request.promptTokens, hashes }, 0, null);
+  return path.slice(0, usableLength(cache, path));
 }
 
 /** Start reads while staging has room, one chunk a room in turn. */

@@ -44,6 +44,8 @@ export interface WorkerLimits {
 
 /** Limits of a prefill worker. */
 export interface PrefillLimits extends WorkerLimits {
+  /** Copies of slots that the prefix cache may keep, beside the slots; 0 turns it off. */
+  stateCount: number;
   /** Tokens computed in one step over all rooms; a multiple of `pageTokens`. */
   prefillChunkTokens: number;
   /** Payload of one CHUNK, unless a single unit is larger. */
@@ -77,6 +79,9 @@ export interface Request {
   deadlineMs: number;
 }
 
+/** Index of a copy of a state slot, kept by the prefix cache of one prefill worker. */
+export type StateId = number;
+
 /** Where the bytes of a unit live on this worker. */
 export type UnitPlace = { kind: 'page'; page: PageId } | { kind: 'slot'; slot: SlotId };
 
@@ -85,6 +90,9 @@ export type UnitPlace = { kind: 'page'; page: PageId } | { kind: 'slot'; slot: S
  * sequence's page table, all pages of the prompt in order), running state into `slot` (to be reset
  * when `start` is 0). `end` is a multiple of the page except in the `last` chunk, which also samples
  * the token at position `end`.
+ *
+ * States are copied around the step: before it, all `resume` into their slots; after it, slots into their `keep`. One
+ * state may be both, of different chunks.
  */
 export interface PrefillBatch {
   chunks: PrefillChunk[];
@@ -102,6 +110,10 @@ export interface PrefillChunk {
   end: number;
   last: boolean;
   sampling: SamplingParams;
+  /** The state that `slot` begins with; null where it already has it. */
+  resume: StateId | null;
+  /** Where the state at `end` is copied to. */
+  keep: StateId | null;
 }
 
 /**

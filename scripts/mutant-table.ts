@@ -47,6 +47,7 @@ const DECODE = 'scheduler/decode.ts';
 const PREFILL = 'scheduler/prefill.ts';
 const DESK = 'scheduler/desk.ts';
 const PAGES = 'scheduler/pages.ts';
+const PREFIX = 'scheduler/prefix-cache.ts';
 
 /** The test of a state machine that steps every event in every phase. */
 const WHOLE_TABLE = 'every phase times every event does what the table says';
@@ -156,8 +157,75 @@ export const MUTANTS: readonly Mutant[] = [
     name: 'double-release',
     failure: null,
     why: 'Who is not the owner of a page may free it: two rooms then share it.',
-    edits: [{ file: LEDGER, find: `  if (actual === owner) return true;`, put: `  if (actual !== null) return true;` }],
+    edits: [
+      {
+        file: LEDGER,
+        find: `  if (actual === owner && !isRead) return true;`,
+        put: `  if (actual !== null) return true;`,
+      },
+    ],
     killers: [unit('transfer/ledger', 'in production a violation is recorded once and its handle never lent again')],
+  },
+  // ---- The prefix cache
+
+  {
+    name: 'cache-keeps-what-failed',
+    failure: null,
+    why: 'Pages of a room that failed before anybody had them whole are read by later rooms.',
+    edits: [
+      {
+        file: PREFILL,
+        find: `        if (room.lease !== null) disownPrefix(state.cache, state.pools, room.lease);\n`,
+        put: '',
+      },
+    ],
+    killers: [
+      unit(
+        'scheduler/prefix-cache',
+        'a room that fails takes what it computed out of the cache, unless it was verified before',
+      ),
+      sim(/^I1/),
+    ],
+  },
+  {
+    name: 'hash-decides',
+    failure: null,
+    why: 'A prompt whose hash is that of another one by chance is answered with the cache of the other.',
+    edits: [
+      {
+        file: PREFIX,
+        find: `entry.parent === parent && entry.tokens.every((token, offset) => token === tokens[start + offset])`,
+        put: `entry.parent === parent && start < tokens.length`,
+      },
+    ],
+    killers: [unit('scheduler/prefix-cache', 'equal hashes are no match: the tokens decide')],
+  },
+  {
+    name: 'evicted-while-read',
+    failure: null,
+    why: 'A cached page is given to another room while one reads it.',
+    edits: [
+      {
+        file: PREFIX,
+        find: `      if (entry.children.length > 0 || !isIdle(pages, entry.page)) continue;`,
+        put: `      if (entry.children.length > 0) continue;`,
+      },
+    ],
+    killers: [sim(/./)],
+  },
+  {
+    name: 'goes-on-from-an-earlier-state',
+    failure: null,
+    why: 'A room starts behind all the pages it found, with the state of an earlier one in its slot.',
+    edits: [
+      {
+        file: PREFIX,
+        find: `  const state = cache.pages.get(path.at(-1) as PageId)?.state as StateId;`,
+        put: `  const states = path.map((page) => cache.pages.get(page)?.state ?? null).filter((held) => held !== null);
+  const state = states[0] as StateId;`,
+      },
+    ],
+    killers: [sim(/^I4/)],
   },
   {
     name: 'copy-in-wrong-order',

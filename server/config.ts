@@ -49,6 +49,8 @@ export interface SchedulerLimits {
   readonly headroomTokens: number;
   /** Host memory of a decode worker for sequences that had to give their pages up. */
   readonly hostBytes: number;
+  /** Adapter memory of a prefill worker for states from which cached prefixes go on; 0: nothing is cached. */
+  readonly prefixCacheBytes: number;
 }
 
 /** The clocks of the hand-over, shortest first (protocol: "Liveness, progress, room, request"). */
@@ -560,6 +562,16 @@ export const OPTIONS = {
     default: 1024,
     help: 'host memory for running requests whose pages must give way to older ones; when it is full, the newest ends',
     commands: ['all', 'decode'],
+  },
+  prefixCacheMemory: {
+    kind: 'integer',
+    value: 'N',
+    unit: 'MiB',
+    min: 0,
+    max: 2 ** 24,
+    default: 256,
+    help: 'adapter memory for states from which cached prefixes of prompts go on, beside the KV pool; 0 caches none',
+    commands: ['all', 'prefill'],
   },
   prefillChunkTokens: {
     kind: 'integer',
@@ -1373,6 +1385,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
     kvMemoryBytes: settings.kvMemory * MIB,
     headroomTokens: settings.numReservedDecodeTokens,
     hostBytes: settings.retractionMemory * MIB,
+    prefixCacheBytes: settings.prefixCacheMemory * MIB,
   };
   switch (command) {
     case 'all':

@@ -31,6 +31,8 @@ export interface EngineOptions {
   readonly slotCount: number;
   /** Steps draft with the checkpoint's draft block; slots hold what that takes. */
   readonly speculative?: boolean;
+  /** Adapter memory for copies of slots; none when left out. */
+  readonly stateBytes?: number;
   readonly onProgress?: (progress: LoadProgress) => void;
 }
 
@@ -56,6 +58,8 @@ export interface Engine {
   readonly contextTokens: number;
   readonly pageCount: number;
   readonly slotCount: number;
+  /** Copies of slots that there is memory for. */
+  readonly stateCount: number;
   readonly pageBytes: number;
   readonly slotBytes: number;
   /** What two workers must agree on to exchange units; compared field by field in HELLO. */
@@ -99,7 +103,8 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
       ...options.choices,
       ...(options.onProgress ? { onProgress: options.onProgress } : {}),
     });
-    const cache = createKvCache(device, config, { pageCount, slotCount: options.slotCount, draft: speculative });
+    const { slotCount, stateBytes = 0 } = options;
+    const cache = createKvCache(device, config, { pageCount, slotCount, stateBytes, draft: speculative });
     return engineOf(device, model, cache);
   } catch (error) {
     device.close();
@@ -128,10 +133,13 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     contextTokens: model.limits.maxPositions,
     pageCount: cache.pageCount,
     slotCount: cache.slotCount,
+    stateCount: cache.stateCount,
     pageBytes: cache.pageBytes,
     slotBytes: cache.slotBytes,
     layout: cache.layout,
     async prefill(batch) {
+      // Before the first `await`: what the scheduler does with these states from now on comes later on the device, too.
+      for (const { resume, slot } of batch.chunks) if (resume !== null) cache.resumeSlot(resume, slot);
       const sampled = await run({
         phase: 'prefill',
         sequences: batch.chunks.map((chunk) => ({
@@ -143,7 +151,10 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
           sampling: chunk.last ? chunk.sampling : null,
         })),
       });
-      for (const { start, end } of batch.chunks) prefilledTokens += end - start;
+      for (const { start, end, slot, keep } of batch.chunks) {
+        if (keep !== null) cache.keepSlot(slot, keep);
+        prefilledTokens += end - start;
+      }
       return sampled.flat();
     },
     async decode(batch) {

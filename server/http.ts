@@ -125,6 +125,8 @@ export interface AppOptions {
   gate: AdminGate;
   /** The body of GET /debug/rooms. */
   debugPage: (draining: boolean) => Promise<RouterPage>;
+  /** Empty the prefix cache of every worker; how many pages there were. Rejects with an `ApiError` if one did not. */
+  flushCache: () => Promise<number>;
   observe: RequestObserver;
   /** What requests get that do not say: thinking on, temperature 1, top_p 1 unless given here. */
   defaults?: { thinking?: boolean; temperature?: number; topP?: number };
@@ -418,14 +420,12 @@ function addOperation(app: FastifyInstance, context: AppContext): void {
     const isMeant = (exchange: Exchange) => exchange.client === client && rid.some((id) => exchange.ids.includes(id));
     return { success: true, aborted: abortRequests(context, isMeant) };
   });
-  // There is no prefix cache yet, so nothing is ever kept of a request that is over.
   const flush = { path: '/flush_cache', summary: 'Forget cached prefixes.', access: 'admin' } as const;
   for (const method of ['GET', 'POST'] as const) {
-    route(app, context, { method, ...flush }, async () => ({
-      success: true,
-      flushed_pages: 0,
-      message: 'This server keeps no prefix cache; there is nothing to flush.',
-    }));
+    route(app, context, { method, ...flush }, async () => {
+      const flushedPages = await context.flushCache();
+      return { success: true, flushed_pages: flushedPages, message: 'All cached prefixes are forgotten.' };
+    });
   }
 }
 

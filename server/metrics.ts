@@ -83,6 +83,16 @@ export interface WorkerStats {
   readonly prefilledTokensTotal: number;
   /** Prompt tokens taken from the prefix cache instead. */
   readonly cachedTokensTotal: number;
+  /** The prefix cache; all 0 on decode. */
+  readonly prefixes: {
+    /** Prompts that began with cached pages, and that did not. */
+    readonly hits: number;
+    readonly misses: number;
+    readonly evictedPages: number;
+    readonly evictedStates: number;
+    readonly statesFree: number;
+    readonly statesHeld: number;
+  };
   /** Tokens sampled by this worker. */
   readonly generatedTokensTotal: number;
   /** Rows that decode steps have run, those that had a draft, and those whose draft was right; all 0 on prefill. */
@@ -451,6 +461,27 @@ const METRICS = {
     on: WORKERS,
   },
 
+  prefixLookups: {
+    name: 'handoff_prefix_cache_prompts_total',
+    type: 'counter',
+    help: 'Prompts computed, by whether they began with cached pages: hit, miss.',
+    labels: ['result'],
+    on: ['prefill'],
+  },
+  prefixStates: {
+    name: 'handoff_prefix_cache_states',
+    type: 'gauge',
+    help: 'States from which cached prefixes go on: free, used.',
+    labels: ['state'],
+    on: ['prefill'],
+  },
+  prefixEvictions: {
+    name: 'handoff_prefix_cache_evictions_total',
+    type: 'counter',
+    help: 'What the prefix cache gave up for want of room: page, state.',
+    labels: ['kind'],
+    on: ['prefill'],
+  },
   hostBytes: {
     name: 'handoff_host_bytes',
     type: 'gauge',
@@ -858,6 +889,13 @@ function readWorker(
   if (role === 'prefill') {
     metrics.bootstrapQueue.set(queues.prealloc);
     metrics.inflightQueue.set(queues.inflight);
+    const { prefixes } = stats;
+    setTotal(metrics.prefixLookups, { result: 'hit' }, prefixes.hits);
+    setTotal(metrics.prefixLookups, { result: 'miss' }, prefixes.misses);
+    metrics.prefixStates.set({ state: 'free' }, prefixes.statesFree);
+    metrics.prefixStates.set({ state: 'used' }, prefixes.statesHeld);
+    setTotal(metrics.prefixEvictions, { kind: 'page' }, prefixes.evictedPages);
+    setTotal(metrics.prefixEvictions, { kind: 'state' }, prefixes.evictedStates);
   } else {
     metrics.preallocQueue.set(queues.prealloc);
     metrics.transferQueue.set(queues.transfer);

@@ -17,7 +17,15 @@ import {
   type SamplingParams,
   type WorkerToRouter,
 } from '../transfer/messages.ts';
-import { createRoom, stepRoom, type Half, type Room, type RoomEffect, type RoomEvent } from '../transfer/room.ts';
+import {
+  createRoom,
+  currentKey,
+  stepRoom,
+  type Half,
+  type Room,
+  type RoomEffect,
+  type RoomEvent,
+} from '../transfer/room.ts';
 import { choosePair, type WorkerView } from './balancer.ts';
 import { ApiError, errorOfReason } from './errors.ts';
 import { historyEntry, type HalfEntry, type RouterRoomEntry } from './operators/debug-page.ts';
@@ -44,6 +52,8 @@ export type RoomOutcome =
 /** Where a room's tokens go. Called from the event loop, never inside `start`. */
 export interface RoomSink {
   onTokens(ids: number[]): void;
+  /** So many tokens of the prompt were not computed, because they were cached. Told before the first token, as a rule. */
+  onCached(tokenCount: number): void;
   onEnd(outcome: RoomOutcome): void;
 }
 
@@ -242,6 +252,12 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         if (entry) step(entry, { type: 'end', key, epoch, outcome, tokenCount, nowMs });
         // A room that is closed here has lost only its acknowledgement.
         else links.send(epoch, { type: 'end_ack', key });
+        break;
+      }
+      case 'cached': {
+        const entry = entryOf(message.key);
+        const isCurrent = entry?.room.prefill?.worker.epoch === epoch && currentKey(entry.room) === message.key;
+        if (isCurrent) entry.sink.onCached(message.tokenCount);
         break;
       }
       default:

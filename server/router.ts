@@ -17,6 +17,7 @@ import { adminHeaders, createAdminGate } from './operators/admin.ts';
 import { readBuildInfo } from './operators/build-info.ts';
 import { modelName, type RouterConfig, type WorkerRole } from './config.ts';
 import type { RouterPage, SeatEntry, WorkerPage } from './operators/debug-page.ts';
+import { ApiError } from './errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from './http.ts';
 import { createLogger } from './log.ts';
 import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
@@ -136,6 +137,12 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     };
   }
 
+  async function flushCache(): Promise<number> {
+    const prefills = seats.filter(({ role, http }) => role === 'prefill' && http !== null);
+    const counts = await Promise.all(prefills.map((seat) => flushSeat(seat, config.adminKey)));
+    return counts.reduce((sum, count) => sum + count, 0);
+  }
+
   function onLinkEvent(event: ChannelEvent): void {
     book.onEvent(event, now());
     switch (event.type) {
@@ -216,6 +223,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     metricsText: () => metrics.text(),
     gate: createAdminGate(config.adminKey),
     debugPage,
+    flushCache,
     observe: metrics,
   });
   const timers = [
@@ -269,5 +277,18 @@ async function seatEntry({ address, role, label, view, http }: Seat, adminKey: s
     const why =
       (error as Error).name === 'TimeoutError' ? `no answer within ${PAGE_LIMIT_MS} ms` : 'it cannot be reached';
     return { ...seat, page: null, error: why };
+  }
+}
+
+/** Empty the prefix cache of one worker. One that is down has none. */
+async function flushSeat({ label, view, http }: Seat, adminKey: string | null): Promise<number> {
+  if (view === null) return 0;
+  try {
+    const signal = AbortSignal.timeout(PAGE_LIMIT_MS);
+    const response = await fetch(`${http}/flush_cache`, { method: 'POST', headers: adminHeaders(adminKey), signal });
+    if (!response.ok) throw new Error(`it answered ${response.status}`);
+    return ((await response.json()) as { flushed_pages: number }).flushed_pages;
+  } catch (cause) {
+    throw new ApiError('engine_unavailable', `The worker ${label} did not flush its cache; try again.`, { cause });
   }
 }

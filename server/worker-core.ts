@@ -19,6 +19,7 @@ import {
   stepPrefill,
   type PrefillEvent,
 } from '../scheduler/prefill.ts';
+import type { PrefixCounts } from '../scheduler/prefix-cache.ts';
 import type { DropCounts, SampledToken, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
 import { viewDecode, viewPrefill, viewUnacked, type RoomView, type UnackedView } from '../scheduler/views.ts';
 import type { Instance, RoomKey } from '../transfer/messages.ts';
@@ -76,9 +77,22 @@ export interface CoreGauges {
   readonly rooms: number;
   readonly running: number;
   readonly queuedTokens: number;
+  /** Free ones and those that are given back when they are needed. */
   readonly pagesFree: number;
   readonly draining: boolean;
+  readonly prefixes: PrefixCounts & { readonly statesFree: number; readonly statesHeld: number };
 }
+
+/** Decode keeps no prefixes. */
+const NO_PREFIXES: CoreGauges['prefixes'] = {
+  hits: 0,
+  misses: 0,
+  tokens: 0,
+  evictedPages: 0,
+  evictedStates: 0,
+  statesFree: 0,
+  statesHeld: 0,
+};
 
 /** What a role is made of. */
 export interface CoreParts {
@@ -114,6 +128,7 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
   const state = createPrefill(
     {
       ...workerLimits(parts),
+      stateCount: engine.stateCount,
       prefillChunkTokens: parts.config.limits.prefillChunkTokens,
       maxChunkBytes: CHUNK_BYTES,
       stagingBytes: STAGING_BYTES,
@@ -128,7 +143,7 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
       const sampling = batch.chunks.filter((chunk) => chunk.last);
       return {
         rows: batch.chunks.length,
-        first: batch.chunks.flatMap(({ key, start }) => (start === 0 ? [key] : [])),
+        first: batch.chunks.flatMap(({ key, start, resume }) => (start === 0 || resume !== null ? [key] : [])),
         async run() {
           const tokens = await engine.prefill(batch);
           return sampling.map((chunk, index) => ({ key: chunk.key, token: tokens[index]! }));
@@ -155,7 +170,7 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
         },
         pages: {
           free: stats.pagesFree,
-          cached: 0,
+          cached: stats.pagesCached,
           running: 0,
           prealloc: 0,
           inflight: stats.pagesHeld,
@@ -169,6 +184,8 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
         generatedTokensTotal: 0,
         running: computing,
         queuedTokens: stats.queuedTokens,
+        pagesFree: stats.pagesFree + stats.pagesCached,
+        prefixes: { ...stats.prefixes, statesFree: stats.statesFree, statesHeld: stats.statesHeld },
       };
     },
   };
@@ -237,6 +254,7 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
         generatedTokensTotal: stats.generatedTokens,
         running,
         queuedTokens: 0,
+        prefixes: NO_PREFIXES,
       };
     },
   };
@@ -279,7 +297,8 @@ export function workerStats(
     headroomTokens: gauges.headroomTokens,
     drafts: engine.draftCounts(),
     prefilledTokensTotal: engine.prefilledTokens(),
-    cachedTokensTotal: 0,
+    cachedTokensTotal: gauges.prefixes.tokens,
+    prefixes: gauges.prefixes,
     generatedTokensTotal: gauges.generatedTokensTotal,
     bootstrapFailuresTotal: totals.bootstrapFailures,
     transferFailuresTotal: totals.transferFailures,

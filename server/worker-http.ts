@@ -12,6 +12,8 @@ export interface WorkerPages {
   metrics(): Promise<string>;
   health(): { draining: boolean; body: Readonly<Record<string, unknown>> };
   rooms(): WorkerPage;
+  /** Forget all cached prefixes; how many pages they had. */
+  flush(): number;
 }
 
 interface Answer {
@@ -64,10 +66,14 @@ async function answer(request: IncomingMessage, pages: WorkerPages): Promise<Ans
     case '/debug/rooms':
       pages.gate(request);
       return json(200, pages.rooms());
+    case '/flush_cache':
+      pages.gate(request);
+      if (request.method !== 'POST') throw new ApiError('method_not_allowed', '/flush_cache takes POST.');
+      return json(200, { flushed_pages: pages.flush() });
     default:
       throw new ApiError(
         'not_found',
-        'This worker serves /health, /livez, /readyz, /metrics and /debug/rooms; the API is at the router.',
+        'This worker serves /health, /livez, /readyz, /metrics, /debug/rooms and /flush_cache; the API is at the router.',
       );
   }
 }

@@ -98,6 +98,7 @@ function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: s
     choosePageCount: (sizes) => choosePageCount(limits, sizes),
     slotCount: limits.maxRunningRequests,
     speculative: config.speculative,
+    stateBytes: role === 'prefill' ? limits.prefixCacheBytes : 0,
     onProgress: ({ stage, done, total }) =>
       reportProgress({ step: stage, done, total, unit: stage === 'weights' ? 'bytes' : 'steps' }),
   });
@@ -496,6 +497,11 @@ async function serve(service: Service): Promise<RunningRole> {
       return { draining, body: { role, name, epoch, model, adapter: service.adapterName, rooms } };
     },
     rooms: debugPage,
+    flush() {
+      const { cached } = core.gauges().pages;
+      post({ type: 'flush', nowMs: now() });
+      return cached;
+    },
   });
 
   return {

@@ -5,17 +5,25 @@
  * handle counts its changes between free and owned, so a unit that was promised under one generation
  * is recognised as stale under the next.
  *
+ * A handle whose content will not change any more may be *shared*: it then belongs to nobody in particular and has
+ * readers, each known by name. It can be given back or moved only when the last of them has left.
+ *
  * A `Budget` is the same for memory without handles: who holds how many bytes of a limit.
  */
 
 /** Owner of handles that took part in a violation. They are never given out again. */
 export const QUARANTINED = 'quarantined';
 
+/** Owner of handles that are only read: see `share`. */
+export const SHARED = 'shared';
+
 export interface Ledger {
   name: string;
   total: number;
   /** By handle: its owner, or null when free. */
   owners: (string | null)[];
+  /** By handle: who reads it while it is shared, or null while it is not. */
+  readers: (Set<string> | null)[];
   /** By handle: changes between free and owned so far, modulo 2^32. */
   generations: number[];
   /** Free handles, longest free first. */
@@ -32,6 +40,7 @@ export function createLedger(name: string, total: number, strict: boolean): Ledg
     name,
     total,
     owners: Array.from({ length: total }, () => null),
+    readers: Array.from({ length: total }, () => null),
     generations: Array.from({ length: total }, () => 0),
     free: Array.from({ length: total }, (_, handle) => handle),
     strict,
@@ -53,15 +62,50 @@ export function take(ledger: Ledger, count: number, owner: string): number[] | n
 /** Hand handles over from one owner to another. Their generations stay. */
 export function move(ledger: Ledger, handles: readonly number[], from: string, to: string): void {
   for (const handle of handles) {
-    if (checkOwner(ledger, handle, from, `move to ${to}`)) ledger.owners[handle] = to;
+    if (!checkOwner(ledger, handle, from, `move to ${to}`)) continue;
+    ledger.owners[handle] = to;
+    ledger.readers[handle] = null;
   }
 }
 
-/** Return handles to the free list. A handle that `owner` does not own is a violation. */
+/** An owner's handles become shared ones, of which it is the first reader. Their generations stay. */
+export function share(ledger: Ledger, handles: readonly number[], from: string): void {
+  for (const handle of handles) {
+    if (!checkOwner(ledger, handle, from, 'share')) continue;
+    ledger.owners[handle] = SHARED;
+    ledger.readers[handle] = new Set([from]);
+  }
+}
+
+/** One more reader of shared handles. One that is not shared, or that it reads already, is a violation. */
+export function borrow(ledger: Ledger, handles: readonly number[], reader: string): void {
+  for (const handle of handles) {
+    const readers = ledger.readers[handle];
+    if (readers == null || readers.has(reader)) {
+      quarantine(ledger, handle, `borrow by ${reader}, read by ${readersText(ledger, handle)}`);
+    } else readers.add(reader);
+  }
+}
+
+/** A reader leaves shared handles; they stay shared. One that it does not read is a violation. */
+export function leave(ledger: Ledger, handles: readonly number[], reader: string): void {
+  for (const handle of handles) {
+    if (ledger.readers[handle]?.delete(reader) === true) continue;
+    quarantine(ledger, handle, `left by ${reader}, read by ${readersText(ledger, handle)}`);
+  }
+}
+
+/** True if nobody reads this shared handle at the moment. */
+export function isIdle(ledger: Ledger, handle: number): boolean {
+  return ledger.readers[handle]?.size === 0;
+}
+
+/** Return handles to the free list. A handle that `owner` does not own, or that is still read, is a violation. */
 export function giveBack(ledger: Ledger, handles: readonly number[], owner: string): void {
   for (const handle of handles) {
     if (!checkOwner(ledger, handle, owner, 'give back')) continue;
     ledger.owners[handle] = null;
+    ledger.readers[handle] = null;
     bump(ledger, handle);
     ledger.free.push(handle);
   }
@@ -72,7 +116,10 @@ export function takeViolations(ledger: Ledger | Budget): string[] {
   return ledger.violations.splice(0);
 }
 
-/** Recount from scratch: every handle is in the free list once and has no owner, or is not and has one. */
+/**
+ * Recount from scratch: every handle is in the free list once and has no owner, or is not and has one; and it has a
+ * list of readers if, and only if, it is shared.
+ */
 export function auditLedger(ledger: Ledger): string[] {
   const found: string[] = [];
   const inFree = new Uint8Array(ledger.total);
@@ -85,6 +132,9 @@ export function auditLedger(ledger: Ledger): string[] {
     const owner = ledger.owners[handle];
     if ((owner === null) !== (inFree[handle] === 1)) {
       found.push(`${ledger.name} ${handle}: owner ${owner}, in free list ${inFree[handle]}`);
+    }
+    if ((owner === SHARED) !== (ledger.readers[handle] !== null)) {
+      found.push(`${ledger.name} ${handle}: owner ${owner}, read by ${readersText(ledger, handle)}`);
     }
   }
   return found;
@@ -168,15 +218,26 @@ function bump(ledger: Ledger, handle: number): void {
   ledger.generations[handle] = ((ledger.generations[handle] as number) + 1) >>> 0;
 }
 
-/** True if `owner` owns the handle; otherwise the handle is quarantined and the violation recorded. */
+/** True if `owner` owns the handle and nobody reads it; otherwise it is quarantined and the violation recorded. */
 function checkOwner(ledger: Ledger, handle: number, owner: string, doing: string): boolean {
   const actual = ledger.owners[handle];
-  if (actual === owner) return true;
-  const what = `${ledger.name} ${handle}: ${doing} by ${owner}, but the owner is ${actual ?? 'nobody'}`;
-  violate(ledger, what);
-  if (handle >= 0 && handle < ledger.total) {
-    if (actual === null) ledger.free.splice(ledger.free.indexOf(handle), 1);
-    ledger.owners[handle] = QUARANTINED;
-  }
+  const isRead = (ledger.readers[handle]?.size ?? 0) > 0;
+  if (actual === owner && !isRead) return true;
+  const what = isRead ? `it is read by ${readersText(ledger, handle)}` : `the owner is ${actual ?? 'nobody'}`;
+  quarantine(ledger, handle, `${doing} by ${owner}, but ${what}`);
   return false;
+}
+
+/** Record a violation and take the handle out of circulation. */
+function quarantine(ledger: Ledger, handle: number, what: string): void {
+  violate(ledger, `${ledger.name} ${handle}: ${what}`);
+  if (!(handle >= 0 && handle < ledger.total)) return;
+  if (ledger.owners[handle] === null) ledger.free.splice(ledger.free.indexOf(handle), 1);
+  ledger.owners[handle] = QUARANTINED;
+  ledger.readers[handle] = null;
+}
+
+function readersText(ledger: Ledger, handle: number): string {
+  const readers = ledger.readers[handle];
+  return readers == null || readers.size === 0 ? 'nobody' : [...readers].join();
 }

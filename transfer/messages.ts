@@ -364,7 +364,18 @@ export interface LoadMessage {
   draining: boolean;
 }
 
-export type WorkerToRouter = AcceptedMessage | TokensMessage | EndedMessage | LoadMessage;
+/**
+ * Prefill: the prompt is computed, but for so many of its tokens, which were cached. Told once, and nothing depends on
+ * it but what the client is told.
+ */
+export interface CachedMessage {
+  type: 'cached';
+  key: RoomKey;
+  epoch: Epoch;
+  tokenCount: number;
+}
+
+export type WorkerToRouter = AcceptedMessage | TokensMessage | EndedMessage | LoadMessage | CachedMessage;
 
 /** Everything that can be on a wire. */
 export type Message = PeerMessage | LinkMessage | RouterToWorker | WorkerToRouter;
@@ -505,6 +516,7 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
     pagesTotal: isCount,
     draining: isFlag,
   },
+  cached: { key: isKey, epoch: isEpoch, tokenCount: isCount },
 };
 
 /** Frame 0 of a message. The payload of a CHUNK goes in a frame of its own, after it. */

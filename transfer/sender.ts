@@ -3,7 +3,7 @@
  *
  *   bootstrapping   submit and OPEN in either order, then RESERVED
  *   waiting         for pages and a slot on this worker
- *   transferring    computing, reading and sending units, then END until DONE
+ *   transferring    computing (but for what is cached), reading and sending units, then END until DONE
  *   unwinding       stopped; a read or a step still refers to the pages
  *   ended           nothing refers to them
  *
@@ -88,6 +88,8 @@ export type SenderEvent =
   | { type: 'message'; message: PeerMessage; nowMs: number }
   /** Own pages and slot are lent. */
   | { type: 'admitted'; nowMs: number }
+  /** Tokens up to here need not be computed: their pages are there. */
+  | { type: 'cached'; computedTokens: number }
   | { type: 'step_started' }
   /** `firstToken` is null until the last chunk. */
   | { type: 'computed'; computedTokens: number; firstToken: number | null; nowMs: number }
@@ -165,6 +167,12 @@ export function stepSender(sender: Sender, event: SenderEvent, limits: SenderLim
       sender.phase = 'transferring';
       sender.statusDueMs = event.nowMs + limits.statusMs;
       return [{ type: 'send', socket: 'control', message: queued(sender, 'computing') }];
+    case 'cached':
+      if (sender.phase !== 'transferring' || sender.stepping || sender.firstToken !== null) {
+        return unexpected(sender, event.type);
+      }
+      sender.computedTokens = event.computedTokens;
+      return [];
     case 'step_started':
       if (sender.phase !== 'transferring' || sender.stepping) return unexpected(sender, event.type);
       sender.stepping = true;

@@ -92,6 +92,8 @@ interface Choice {
   readonly promptTokens: readonly number[];
   readonly maxTokens: number;
   readonly generation: Generation;
+  /** Tokens of the prompt that its room did not have to compute. */
+  cachedTokens: number;
   handle: RoomHandle | null;
   isOver: boolean;
   lastTokensMs: number | null;
@@ -298,6 +300,7 @@ export async function serveGeneration(
           },
           {
             onTokens: (ids) => guarded(() => takeTokens(index, choice, ids)),
+            onCached: (tokenCount) => void (choice.cachedTokens = tokenCount),
             onEnd: (outcome) => guarded(() => takeEnd(index, choice, outcome)),
           },
         );
@@ -357,7 +360,8 @@ async function makeChoices(
     const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
     for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
-      choices.push({ promptTokens: ids, maxTokens, generation, handle: null, isOver: false, lastTokensMs: null });
+      const start = { cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
+      choices.push({ promptTokens: ids, maxTokens, generation, ...start });
     }
   }
   return { choices, promptTokenCount };
@@ -365,6 +369,13 @@ async function makeChoices(
 
 function sumUsage(choices: readonly Choice[], promptTokenCount: number): TokenUsage {
   const sum: TokenUsage = { promptTokens: promptTokenCount, cachedTokens: 0, completionTokens: 0, reasoningTokens: 0 };
+  // Choices of one prompt find in the cache what the first of them computed: only what that found was there before.
+  const cached = new Map<readonly number[], number>();
+  for (const choice of choices) {
+    const others = cached.get(choice.promptTokens) ?? Infinity;
+    cached.set(choice.promptTokens, Math.min(choice.cachedTokens, others));
+  }
+  for (const count of cached.values()) sum.cachedTokens += count;
   for (const { generation } of choices) {
     sum.completionTokens += generation.usage.completionTokens;
     sum.reasoningTokens += generation.usage.reasoningTokens;

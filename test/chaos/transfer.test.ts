@@ -183,8 +183,11 @@ for (const stream of [false, true]) {
   }
 
   test(`seed ${SEED}: G-01: a flipped bit is an error, ${how}`, LIMIT, async () => {
+    assert.equal((await fetch(`${cluster.url}/flush_cache`, { method: 'POST' })).status, 200);
     const flipped = cluster.data.flipOneBit(16_384);
     await assertFails(ROOM_TOKENS, 12, () => flipped);
+    await client.untilNothingHeld(3000);
+    assert.equal(await total('handoff_kv_pages', { engine_type: 'prefill', state: 'cached' }), 0, 'nothing is cached');
     await client.settles(3000);
   });
 

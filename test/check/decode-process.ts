@@ -275,9 +275,9 @@ function finishStep(process: DecodeProcess, rightCount: 1 | 2, turn: Turn): void
       const page = pages[at];
       expect(page !== undefined, `I4: ${key} runs position ${at} without a page for it`);
       expect(room.lease?.pages[at] === page && room.lease.slot === slot, `I3: ${key} lost its pages during a step`);
-      process.memory.set(`page ${page}`, at < position + count ? ghostBytes(digest, 'page', at) : NO_PAYLOAD);
+      process.memory.set(`page ${page}`, at < position + count ? ghostBytes(promptTokens, 'page', at) : NO_PAYLOAD);
     }
-    process.memory.set(`slot ${slot}`, ghostBytes(digest, 'slot', position + count));
+    process.memory.set(`slot ${slot}`, ghostBytes(promptTokens, 'slot', position + count));
     return Array.from({ length: count }, (_, index) => ({
       key,
       token: ghostToken(digest, position - promptTokens.length + 1 + index),

@@ -2,9 +2,9 @@
  * What must hold. `audit*` of the sources recounts the ledgers (I1, I7, parts of I2 and I8); the rest is here:
  *
  *   I1   conservation of every ledger                          audits, strict ledgers
- *   I2   a page has at most one owner                          checkLeases
+ *   I2   a page has at most one owner, or readers only         checkLeases, checkChunk
  *   I3   a read or write ends in the generation it began with  the engines of the processes
- *   I4   a token was emitted: its units and it are right       checkGhosts, checkTokens
+ *   I4   a token was emitted: its units and it are right       checkGhosts, checkTokens, checkChunk
  *   I5   one outcome, nothing after it                         router-process.ts
  *   I6   nothing is created for a key that was closed          checkClosed
  *   I7   live rooms within the limit                           audits
@@ -17,7 +17,7 @@
 import { statsDecode, type DecodeEvent, type DecodeRoom } from '../../scheduler/decode.ts';
 import type { Pools } from '../../scheduler/pages.ts';
 import { statsPrefill, type PrefillRoom } from '../../scheduler/prefill.ts';
-import type { WorkerEffect } from '../../scheduler/types.ts';
+import type { PrefillChunk, WorkerEffect } from '../../scheduler/types.ts';
 import type { Desk } from '../../scheduler/desk.ts';
 import type { RoomKey } from '../../transfer/messages.ts';
 import type { DecodeProcess } from './decode-process.ts';
@@ -43,7 +43,7 @@ export function checkPrefillTurn(process: PrefillProcess, before: ReadonlyMap<Ro
   checkGauges(stats, state.pools, state.desk, {
     rooms: stats.bootstrapping + stats.waiting + stats.computing + stats.inflight + stats.unwinding,
     live: state.live.size,
-    pages: stats.pagesHeld,
+    pages: stats.pagesHeld + stats.pagesCached,
   });
 }
 
@@ -90,15 +90,18 @@ export function checkDecodeTurn(
   expect(stats.hostBytes === hostBytes, `I9: ${stats.hostBytes} bytes of host memory shown, ${hostBytes} counted`);
 }
 
-/** I2: no handle in two leases, and the ledger knows each lease's owner. */
+/** I2: no handle in two leases unless both only read it, and the ledger knows each lease's owner. */
 function checkLeases(
   pools: Pools,
-  leases: readonly { key: RoomKey; owner: string; pages: number[]; slot: number }[],
+  leases: readonly { key: RoomKey; owner: string; pages: number[]; shared: number; slot: number }[],
 ): void {
   const pages = new Set<number>();
   const slots = new Set<number>();
   for (const lease of leases) {
-    for (const page of lease.pages) {
+    for (const page of lease.pages.slice(0, lease.shared)) {
+      expect(pools.pages.readers[page]?.has(lease.owner) === true, `I2: page ${page} of ${lease.key} is not shared`);
+    }
+    for (const page of lease.pages.slice(lease.shared)) {
       expect(!pages.has(page) && pools.pages.owners[page] === lease.owner, `I2: page ${page} of ${lease.key}`);
       pages.add(page);
     }
@@ -187,12 +190,28 @@ export function checkGhosts(
   count: number,
 ): void {
   expect(lease !== null, `I4: ${key} has tokens but no pages`);
-  const digest = digestOf(request.promptTokens);
+  const { promptTokens } = request;
   for (let page = 0; page < count; page++) {
     const held = memory.get(`page ${lease.pages[page]}`);
-    expect(sameBytes(held, ghostBytes(digest, 'page', page)), `I4: page ${page} of ${key}`);
+    expect(sameBytes(held, ghostBytes(promptTokens, 'page', page)), `I4: page ${page} of ${key}`);
   }
-  expect(sameBytes(memory.get(`slot ${lease.slot}`), ghostBytes(digest, 'slot', count)), `I4: slot of ${key}`);
+  expect(sameBytes(memory.get(`slot ${lease.slot}`), ghostBytes(promptTokens, 'slot', count)), `I4: slot of ${key}`);
+}
+
+/** I4 on P: what a chunk stands on is there, whoever computed it; and it writes only what is its own. */
+export function checkChunk({ memory, state }: PrefillProcess, { key, pages, slot, start, end }: PrefillChunk): void {
+  const { lease, request } = state.live.get(key) as PrefillRoom;
+  expect(lease !== null && request !== null, `I4: ${key} computes without a lease`);
+  const { promptTokens } = request;
+  for (let page = 0; page < start; page++) {
+    const held = memory.get(`page ${pages[page]}`);
+    expect(sameBytes(held, ghostBytes(promptTokens, 'page', page)), `I4: page ${page} of ${key} on P`);
+  }
+  const isReady = start === 0 || sameBytes(memory.get(`slot ${slot}`), ghostBytes(promptTokens, 'slot', start));
+  expect(isReady, `I4: slot of ${key} on P at token ${start}`);
+  for (const page of pages.slice(start, end)) {
+    expect(state.pools.pages.owners[page] === lease.owner, `I2: ${key} writes page ${page}, which is not its own`);
+  }
 }
 
 function sameBytes(left: Uint8Array | undefined, right: Uint8Array): boolean {
@@ -206,7 +225,8 @@ export function residueOf(prefill: PrefillProcess, decode: DecodeProcess): strin
   for (const { state, self } of [prefill, decode]) {
     const { live, pools, desk } = state;
     none(`rooms on ${self.name}`, live.size);
-    none(`pages lent on ${self.name}`, pools.pages.total - pools.pages.free.length);
+    const cachedCount = self === prefill.self ? prefill.state.cache.idleCount : 0;
+    none(`pages lent on ${self.name}`, pools.pages.total - pools.pages.free.length - cachedCount);
     none(`slots lent on ${self.name}`, pools.slots.total - pools.slots.free.length);
     none(`messages that no peer has acknowledged on ${self.name}`, desk.closing.unwinds.size);
     none(`ends that no router has acknowledged on ${self.name}`, desk.closing.endings.size);

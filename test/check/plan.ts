@@ -39,6 +39,8 @@ export type Fault = (typeof FAULTS)[number];
 /** A client's request: lengths in tokens. */
 export interface RoomPlan {
   promptTokens: number;
+  /** So many tokens of the prompt are the same for all clients that say so; none if left out. */
+  commonTokens?: number;
   maxTokens: number;
 }
 
@@ -63,6 +65,8 @@ export interface Plan {
   drafts: boolean;
   /** Tokens of one prefill step. */
   prefillChunkTokens: number;
+  /** States of the prefix cache on P; 0 is no cache. */
+  stateCount: number;
   maxAttempts: number;
   /**
    * Where the exploration begins: null at the very start, else after these transitions. Before and after each of them
@@ -83,6 +87,7 @@ export const ONE_ROOM: Omit<Plan, 'name' | 'faults'> = {
   hostBytes: 20,
   drafts: false,
   prefillChunkTokens: 2,
+  stateCount: 0,
   maxAttempts: 2,
   setup: null,
 };
@@ -129,6 +134,7 @@ export function prefillLimitsOf(plan: Plan): PrefillLimits {
     pageCount: plan.prefillPages,
     maxRooms: plan.maxRooms,
     prefillChunkTokens: plan.prefillChunkTokens,
+    stateCount: plan.stateCount,
     maxChunkBytes: 1,
     stagingBytes: 4,
   });
@@ -150,8 +156,9 @@ export function decodeLimitsOf(plan: Plan): DecodeLimits {
 }
 
 /** The request of a client, by its number. */
-export function requestOf(client: number, { promptTokens, maxTokens }: RoomPlan): RoomRequest {
-  const tokens = Uint32Array.from({ length: promptTokens }, (_, index) => 10 * client + index);
+export function requestOf(client: number, { promptTokens, commonTokens = 0, maxTokens }: RoomPlan): RoomRequest {
+  const tokenAt = (index: number): number => (index < commonTokens ? 900 + index : 10 * client + index);
+  const tokens = Uint32Array.from({ length: promptTokens }, (_, index) => tokenAt(index));
   const sampling = share({ temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 });
   return { digest: digestOf(tokens), promptTokens: tokens, maxTokens, stopTokens: [], sampling };
 }
@@ -175,13 +182,16 @@ export function epochOf(role: 'router' | 'prefill' | 'decode', life: number): Ep
 
 const ghosts = new Map<string, Uint8Array>();
 
-/** What a sequence's page of number `count` holds, or its slot after `count` tokens. */
-export function ghostBytes(digest: string, kind: UnitPlace['kind'], count: number): Uint8Array {
-  const name = `${digest} ${kind} ${count}`;
+/**
+ * What a sequence's page of number `index` holds, or its slot after `index` tokens. It follows from the tokens up to
+ * there, so that sequences whose prompts begin alike may share it; the answer follows from the prompt.
+ */
+export function ghostBytes(promptTokens: Uint32Array, kind: UnitPlace['kind'], index: number): Uint8Array {
+  const name = `${promptTokens.slice(0, kind === 'page' ? index + 1 : index).join()} ${kind} ${index}`;
   let bytes = ghosts.get(name);
   if (bytes === undefined) {
     const hash = crc32c(Buffer.from(name));
-    bytes = Uint8Array.from({ length: kind === 'slot' ? SLOT_BYTES : PAGE_BYTES }, (_, index) => hash >>> (8 * index));
+    bytes = Uint8Array.from({ length: kind === 'slot' ? SLOT_BYTES : PAGE_BYTES }, (_, byte) => hash >>> (8 * byte));
     ghosts.set(name, bytes);
   }
   return bytes;

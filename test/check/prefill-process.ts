@@ -1,10 +1,16 @@
 /** The prefill worker in the model: the real scheduler, an engine that computes ghosts, and its channel's memory. */
-import { auditPrefill, createPrefill, type PrefillEvent, type PrefillState } from '../../scheduler/prefill.ts';
-import type { PrefillBatch, SampledToken, WorkerEffect } from '../../scheduler/types.ts';
+import {
+  auditPrefill,
+  createPrefill,
+  type PrefillEvent,
+  type PrefillRoom,
+  type PrefillState,
+} from '../../scheduler/prefill.ts';
+import type { PrefillBatch, Request, SampledToken, WorkerEffect } from '../../scheduler/types.ts';
 import { crc32c } from '../../transfer/checksum.ts';
 import { isClosed } from '../../transfer/closing.ts';
 import type { PeerMessage, RoomKey, RouterToWorker } from '../../transfer/messages.ts';
-import { checkPrefillTurn } from './invariants.ts';
+import { checkChunk, checkPrefillTurn } from './invariants.ts';
 import { epochOf, FAR_MS, ghostBytes, ghostToken, NOW_MS, placeName, prefillLimitsOf, type Plan } from './plan.ts';
 import {
   deskInternals,
@@ -197,9 +203,16 @@ function finishRead(process: PrefillProcess, index: number, turn: Turn): void {
 
 function beginStep(process: PrefillProcess, turn: Turn): void {
   process.batch = turn.rules.nextPrefillBatch(process.state);
-  for (const { key } of process.batch?.chunks ?? []) {
-    turn.seen.add(`prefill | ${prefillPhase(process.state, key)} | step begins`);
+  const chunks = process.batch?.chunks ?? [];
+  for (const { slot, resume } of chunks) if (resume !== null) copyPlace(process, `state ${resume}`, `slot ${slot}`);
+  for (const chunk of chunks) {
+    turn.seen.add(`prefill | ${prefillPhase(process.state, chunk.key)} | step begins`);
+    checkChunk(process, chunk);
   }
+}
+
+function copyPlace({ memory }: PrefillProcess, from: string, to: string): void {
+  memory.set(to, memory.get(from) ?? new Uint8Array(0));
 }
 
 /** The pages of the chunks and the slots have their bytes; last chunks have a token. */
@@ -207,13 +220,17 @@ function finishStep(process: PrefillProcess, turn: Turn): void {
   const batch = process.batch as PrefillBatch;
   process.batch = null;
   const tokens: SampledToken[] = [];
-  for (const { key, pages, slot, start, end, last } of batch.chunks) {
-    const digest = process.state.live.get(key)?.sender.digest as string;
+  for (const chunk of batch.chunks) {
+    const { key, pages, slot, start, end, last, keep } = chunk;
+    const { sender, request } = process.state.live.get(key) as PrefillRoom;
+    const { promptTokens } = request as Request;
+    checkChunk(process, chunk);
     for (let page = start; page < end; page++) {
-      process.memory.set(`page ${pages[page]}`, ghostBytes(digest, 'page', page));
+      process.memory.set(`page ${pages[page]}`, ghostBytes(promptTokens, 'page', page));
     }
-    process.memory.set(`slot ${slot}`, ghostBytes(digest, 'slot', end));
-    if (last) tokens.push({ key, token: ghostToken(digest, 0) });
+    process.memory.set(`slot ${slot}`, ghostBytes(promptTokens, 'slot', end));
+    if (keep !== null) copyPlace(process, `slot ${slot}`, `state ${keep}`);
+    if (last) tokens.push({ key, token: ghostToken(sender.digest, 0) });
   }
   const cells = batch.chunks.map(({ key, last }): [RoomKey, string] => [key, last ? 'last step done' : 'step done']);
   runPrefill(process, { type: 'step_done', tokens, nowMs: NOW_MS }, turn, { cells });
@@ -224,6 +241,10 @@ export function normalisePrefill(process: PrefillProcess): void {
   const { state } = process;
   normaliseDesk(state.desk);
   state.computedTokens = 0;
+  const { cache } = state;
+  cache.counts = { hits: 0, misses: 0, tokens: 0, evictedPages: 0, evictedStates: 0 };
+  cache.byHash = new Map([...cache.byHash].sort(([left], [right]) => left - right));
+  for (const entry of cache.pages.values()) entry.children.sort((left, right) => left - right);
   for (const { sender, request } of state.live.values()) {
     sender.roomDeadlineMs = FAR_MS;
     if (sender.stallDeadlineMs !== null) sender.stallDeadlineMs = FAR_MS;

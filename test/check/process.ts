@@ -1,6 +1,7 @@
 /** What the three processes of the model have in common: packets, turns, timers, and how time is taken out of a state. */
 import type { Desk } from '../../scheduler/desk.ts';
 import type { Pools } from '../../scheduler/pages.ts';
+import type { PrefixCache } from '../../scheduler/prefix-cache.ts';
 import type { UnitPlace } from '../../scheduler/types.ts';
 import type { Resend } from '../../transfer/closing.ts';
 import {
@@ -176,10 +177,10 @@ export function generationsOf(pools: Pools, places: readonly UnitPlace[]): numbe
 }
 
 /** What is in the memory of places that nobody owns does not matter. */
-export function forgetFree(process: WorkerProcess & { state: { pools: Pools } }): void {
+export function forgetFree(process: WorkerProcess & { state: { pools: Pools; cache?: PrefixCache } }): void {
   const { pages, slots } = process.state.pools;
   const kept = new Map<string, Uint8Array>();
-  const keep = (kind: 'page' | 'slot', owners: readonly (string | null)[]): void => {
+  const keep = (kind: 'page' | 'slot' | 'state', owners: readonly (string | null)[]): void => {
     for (const [handle, owner] of owners.entries()) {
       const name = `${kind} ${handle}`;
       const bytes = process.memory.get(name);
@@ -188,6 +189,7 @@ export function forgetFree(process: WorkerProcess & { state: { pools: Pools } })
   };
   keep('page', pages.owners);
   keep('slot', slots.owners);
+  keep('state', process.state.cache?.states.owners ?? []);
   process.memory = kept;
 }
 

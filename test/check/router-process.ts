@@ -170,7 +170,7 @@ export function endClient(
 export function deliverToRouter(process: RouterProcess, packet: Packet, role: 'prefill' | 'decode', turn: Turn): void {
   const epoch = process.linked[role];
   const message = packet.message as WorkerToRouter;
-  if (epoch === null || message.type === 'load') return;
+  if (epoch === null || message.type === 'load' || message.type === 'cached') return;
   const parts = message.type === 'tokens' ? message.rows : [message];
   for (const part of parts) {
     const room = parseKey(part.key)?.room as RoomId;

@@ -14,6 +14,7 @@ const oneRoom = (...names: Fault[]): Plan => plan(ONE_ROOM, 'one room', names);
 
 const brief = { promptTokens: 1, maxTokens: 1 };
 const growing = { promptTokens: 1, maxTokens: 3 };
+const alike = { promptTokens: 2, commonTokens: 1, maxTokens: 1 };
 
 /** Two rooms and what they have in common. Each wants a page of P, and a page of D for each token but the last. */
 const TWO_ROOMS = {
@@ -29,6 +30,18 @@ const TWO_ROOMS = {
   retraction: { ...ONE_ROOM, rooms: [growing, growing], decodePages: 4 },
   /** The same without host memory: the newer is ended. */
   'no host memory': { ...ONE_ROOM, rooms: [growing, growing], decodePages: 4, hostBytes: 0 },
+  /**
+   * A cached page that both begin with. With it three pages of P hold both; without, the second waits. The canary wants
+   * another one, and gets it.
+   */
+  'a cached page': {
+    ...ONE_ROOM,
+    rooms: [alike, alike],
+    decodePages: 4,
+    prefillPages: 3,
+    prefillChunkTokens: 1,
+    stateCount: 1,
+  },
 } satisfies Record<string, Base>;
 type Contention = keyof typeof TWO_ROOMS;
 
@@ -72,6 +85,21 @@ const drafting = { promptTokens: 1, maxTokens: 4 };
 const DRAFTS = { ...ONE_ROOM, rooms: [drafting], decodePages: 4, drafts: true };
 const CROWDED_DRAFTS = { ...DRAFTS, rooms: [drafting, drafting], decodePages: 6, setup: BOTH_ASK };
 
+/** Both read the cached page; the one that computed it has more to compute, and nobody has verified it. */
+const SHARING = [
+  'client: 0 asks',
+  'prefill: a step begins',
+  'prefill: the step ends',
+  'client: 1 asks',
+  'prefill: a step begins',
+];
+const sharing = (...names: Fault[]): Plan =>
+  plan({ ...TWO_ROOMS['a cached page'], setup: SHARING }, 'sharing a cached page', names);
+
+/** The same after the one that computed it was given up, in mid-step: the other goes on with a page that nobody keeps. */
+const forsaken = (...names: Fault[]): Plan =>
+  plan({ ...TWO_ROOMS['a cached page'], setup: [...SHARING, 'client: 0 leaves'] }, 'forsaken on a cached page', names);
+
 /** A prompt of two steps, so that units leave P before the last chunk is computed. */
 const TWO_STEPS = { ...ONE_ROOM, prefillChunkTokens: 1 };
 
@@ -107,6 +135,10 @@ export const CI_SETS: readonly Plan[] = [
   comesBehindStep('duplicate'),
   comesBehindWrite('duplicate'),
   ...QUICK_FAULTS.map((fault) => retracting(fault)),
+  sharing(),
+  forsaken(),
+  forsaken('duplicate'),
+  forsaken('restartR'),
 ];
 
 /** Triples that broke something in an implementation of the same protocol, or belong to a starred failure. */
@@ -131,7 +163,7 @@ function allPairs(): Plan[] {
   );
 }
 
-/** Explored by `npm run check -- --deep` besides. Two rooms that share a cached page wait for the prefix cache. */
+/** Explored by `npm run check -- --deep` besides. */
 export const DEEP_SETS: readonly Plan[] = [
   ...allPairs(),
   ...TRIPLES.map((names) => oneRoom(...names)),
@@ -140,5 +172,11 @@ export const DEEP_SETS: readonly Plan[] = [
     ...FAULTS.map((fault) => crowded(what, fault)),
     ...FAULTS.map((fault) => twoRooms(what, fault)),
   ]),
-  ...FAULTS.flatMap((fault) => [behindStep(fault), behindWrite(fault), retracting(fault)]),
+  ...FAULTS.flatMap((fault) => [
+    behindStep(fault),
+    behindWrite(fault),
+    retracting(fault),
+    sharing(fault),
+    forsaken(fault),
+  ]),
 ].filter((deep) => !CI_SETS.some(({ name }) => name === deep.name));

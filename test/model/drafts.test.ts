@@ -111,7 +111,7 @@ async function answer(
   options: { drafting: boolean; batch?: number; chunk?: number },
 ): Promise<{ outputs: number[][]; rightShare: number }> {
   const { drafting, batch = BATCH, chunk } = options;
-  const { cache, places } = createTestCache(model, batch, drafting);
+  const { cache, places } = createTestCache(model, batch, { draft: drafting });
   const runs: Run[] = [];
   for (let first = 0; first < asked.length; first += batch) {
     const group = asked.slice(first, first + batch).map((request, index) => start(places[index]!, request));
@@ -317,7 +317,7 @@ describe('sampled answers with drafts', () => {
    * temperature 1 after all before it: the probability of all likelier tokens, plus a random share of its own.
    */
   async function ranks(requests: readonly Asked[], outputs: readonly (readonly number[])[]): Promise<number[]> {
-    const { cache, places } = createTestCache(model, BATCH, false);
+    const { cache, places } = createTestCache(model, BATCH, { draft: false });
     const found: number[] = [];
     const together = Math.floor(model.limits.maxRows / Math.max(...outputs.map((output) => 11 + output.length)));
     for (let first = 0; first < requests.length; first += together) {

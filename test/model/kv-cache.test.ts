@@ -88,6 +88,29 @@ describe('a cache', () => {
     cache.destroy();
   });
 
+  test('copies slots into states and back, in the order asked for', async () => {
+    const sizes = createKvCache(device, config, { pageCount: 1, slotCount: 1 });
+    const { slotBytes } = sizes;
+    sizes.destroy();
+    const cache = createKvCache(device, config, { pageCount: 1, slotCount: 3, stateBytes: 2 * slotBytes + 1 });
+    assert.equal(cache.stateCount, 2);
+    const [first, second, third] = Array.from({ length: 3 }, () => random.bytes(slotBytes));
+    cache.writeSlot(0, first!);
+    cache.writeSlot(1, second!);
+    cache.keepSlot(0, 1);
+    cache.writeSlot(0, third!);
+    cache.keepSlot(1, 0);
+    cache.resumeSlot(1, 2);
+    cache.resumeSlot(0, 1);
+    cache.keepSlot(0, 1);
+    for (const [slot, bytes] of [third, second, first].entries()) {
+      assert.deepEqual(await cache.readUnits({ pages: [], slot }), [bytes], `slot ${slot}`);
+    }
+    assert.throws(() => cache.keepSlot(0, 2), /state 2 of a cache of 2/);
+    assert.throws(() => cache.resumeSlot(0, 3), /slot 3 of a cache of 3/);
+    cache.destroy();
+  });
+
   test('refuses units that it does not have and bytes of another length', async () => {
     const cache = createKvCache(device, config, { pageCount: 2, slotCount: 1 });
     await assert.rejects(cache.readUnits({ pages: [2], slot: null }), /page 2 of a cache of 2/);
@@ -101,8 +124,10 @@ describe('a cache', () => {
 
   test('accounts for its memory and gives it back', () => {
     const before = device.allocatedBytes;
-    const cache = createKvCache(device, config, { pageCount: 7, slotCount: 2 });
-    assert.equal(device.allocatedBytes - before, 7 * cache.pageBytes + 2 * cache.slotBytes);
+    const cache = createKvCache(device, config, { pageCount: 7, slotCount: 2, stateBytes: 2 ** 20 });
+    assert.ok(cache.stateCount > 0);
+    const slotCount = 2 + cache.stateCount;
+    assert.equal(device.allocatedBytes - before, 7 * cache.pageBytes + slotCount * cache.slotBytes);
     cache.destroy();
     assert.equal(device.allocatedBytes, before);
   });

@@ -114,6 +114,44 @@ describe('a sequence', () => {
     away.cache.destroy();
   });
 
+  test('goes on from the pages and the state of another with the same beginning, with the same bits', async () => {
+    const { pageTokens } = model.config;
+    const sizes = createTestCache(model, 1);
+    const { slotBytes } = sizes.cache;
+    sizes.cache.destroy();
+    const { cache, places } = createTestCache(model, 3, { stateBytes: 4 * slotBytes });
+    const prefix = randomIds(3 * pageTokens);
+    const [donor, alone, heir] = places;
+    // The donor leaves a state at each page, and then goes on where nobody follows.
+    for (let start = 0; start < prefix.length; start += pageTokens) {
+      const ids = prefix.slice(start, start + pageTokens);
+      await prefillLogits(model, cache, { place: donor!, ids, chunk: pageTokens, start });
+      cache.keepSlot(donor!.slot, start / pageTokens);
+    }
+    await prefillLogits(model, cache, { place: donor!, ids: randomIds(70), chunk: 512, start: prefix.length });
+    for (const pageCount of [1, 2, 3]) {
+      for (const rest of [1, 63, 130]) {
+        const start = pageCount * pageTokens;
+        const ids = [...prefix.slice(0, start), ...randomIds(rest)];
+        const rows = await prefillLogits(model, cache, { place: alone!, ids, chunk: 512 });
+        const first = argmax(rows.at(-1)!);
+        const expected = [...rows.slice(start), ...(await decodeAlone(cache, alone!, ids.length, first, 8))];
+        const place = {
+          slot: heir!.slot,
+          pages: [...donor!.pages.slice(0, pageCount), ...heir!.pages.slice(pageCount)],
+        };
+        cache.resumeSlot(pageCount - 1, place.slot);
+        const own = await prefillLogits(model, cache, { place, ids: ids.slice(start), chunk: 512, start });
+        const actual = [...own, ...(await decodeAlone(cache, place, ids.length, first, 8))];
+        assert.equal(actual.length, expected.length);
+        for (const [index, row] of actual.entries()) {
+          assertSameBits(row, expected[index]!, `${pageCount} pages and ${rest} tokens, row ${index}`);
+        }
+      }
+    }
+    cache.destroy();
+  });
+
   test('samples the likeliest token when greedy, and one that depends on seed and position only', async () => {
     const { cache, places } = createTestCache(model, 16);
     const ids = randomIds(40);

@@ -118,6 +118,7 @@ MESSAGES = [
     {"type": "end", "key": KEY, "epoch": D, "outcome": {"ok": False, "reason": "gone"}, "tokenCount": 1},
     {"type": "load", "epoch": D, "rooms": 1, "roomLimit": 128, "running": 3, "queuedTokens": 40000, "pagesFree": 5,
      "pagesTotal": 600, "draining": False},
+    {"type": "cached", "key": KEY, "epoch": P, "tokenCount": 1920},
 ]
 
 DIGESTS = [([], ""), ([0], "m"), ([1, 2, 3], "model"), ([4294967295, 0], "model")]

@@ -95,7 +95,8 @@ export function createCluster(
     trace,
     promptOf(key) {
       const client = clientOf.get(parseKey(key)!.room)!;
-      return { seed: client.seed, promptCount: client.wish.promptTokens.length };
+      const { seed, seeds, wish } = client;
+      return { seed, seeds, promptCount: wish.promptTokens.length };
     },
     underWay: new Map(),
   };

@@ -1,6 +1,7 @@
 /**
- * The ghost model: no arithmetic, only bytes that say where they belong. A byte of a page is a hash of (prompt, position,
- * layer), the bytes of a slot are a hash of (prompt, tokens seen, layer), and token i of an answer is a hash of (prompt, i).
+ * The ghost model: no arithmetic, only bytes that say where they belong. A byte of a page is a hash of (tokens up to it,
+ * layer), the bytes of a slot are a hash of (tokens seen, layer), and token i of an answer is a hash of (prompt, i). What
+ * a prompt leaves behind therefore is that of another one that begins alike, and of no other.
  * Whoever runs a sequence recomputes all of them first, so a byte that is stale, crossed or missing is seen at once.
  */
 
@@ -25,6 +26,16 @@ export function promptSeed(digest: string): number {
   return crc32c(Buffer.from(digest));
 }
 
+/** What is hashed at each position of a sequence: its tokens up to there, as far as they are the prompt's. */
+export type GhostSeeds = (position: number) => number;
+
+/** The seeds of a sequence. What stands behind its prompt follows from the prompt. */
+export function ghostSeeds(promptTokens: readonly number[], seed: number): GhostSeeds {
+  let prefix = 0;
+  const prefixes = promptTokens.map((token) => (prefix = hash(prefix, token, 11)));
+  return (position) => prefixes[position] ?? seed;
+}
+
 /** Token `index` of the answer to a prompt. */
 export function ghostToken(seed: number, index: number): number {
   return hash(seed, index, 7) % VOCABULARY;
@@ -36,16 +47,24 @@ export interface GhostMemory {
   readonly pageBytes: number;
   readonly pages: Uint8Array;
   readonly slots: Uint8Array;
+  /** Copies of slots. */
+  readonly states: Uint8Array;
 }
 
 /** Memory with nothing of worth in it. */
-export function createMemory(sizes: { pageTokens: number; pageCount: number; slotCount: number }): GhostMemory {
+export function createMemory(sizes: {
+  pageTokens: number;
+  pageCount: number;
+  slotCount: number;
+  stateCount?: number;
+}): GhostMemory {
   const pageBytes = pageBytesOf(sizes.pageTokens);
   return {
     pageTokens: sizes.pageTokens,
     pageBytes,
     pages: new Uint8Array(sizes.pageCount * pageBytes),
     slots: new Uint8Array(sizes.slotCount * SLOT_BYTES),
+    states: new Uint8Array((sizes.stateCount ?? 0) * SLOT_BYTES),
   };
 }
 
@@ -55,11 +74,11 @@ export function fillPositions(
   pages: readonly PageId[],
   start: number,
   end: number,
-  seed: number,
+  seeds: GhostSeeds,
 ): void {
   for (let position = start; position < end; position++) {
     const at = placeOf(memory, pages, position);
-    for (let layer = 0; layer < LAYERS; layer++) memory.pages[at + layer] = hash(seed, position, layer);
+    for (let layer = 0; layer < LAYERS; layer++) memory.pages[at + layer] = hash(seeds(position), position, layer);
   }
 }
 
@@ -68,24 +87,26 @@ export function findWrongPosition(
   memory: GhostMemory,
   pages: readonly PageId[],
   end: number,
-  seed: number,
+  seeds: GhostSeeds,
 ): number | null {
   for (let position = 0; position < end; position++) {
     const at = placeOf(memory, pages, position);
     for (let layer = 0; layer < LAYERS; layer++) {
-      if (memory.pages[at + layer] !== (hash(seed, position, layer) & 255)) return position;
+      if (memory.pages[at + layer] !== (hash(seeds(position), position, layer) & 255)) return position;
     }
   }
   return null;
 }
 
-/** The running state after `count` tokens. */
-export function fillSlot(memory: GhostMemory, slot: SlotId, count: number, seed: number): void {
+/** The running state after `count` tokens, at least one. */
+export function fillSlot(memory: GhostMemory, slot: SlotId, count: number, seeds: GhostSeeds): void {
+  const seed = seeds(count - 1);
   for (let i = 0; i < SLOT_BYTES; i++) memory.slots[slot * SLOT_BYTES + i] = hash(seed, count, 100 + i);
 }
 
 /** True if the slot holds the running state of this prompt after `count` tokens. */
-export function isSlotRight(memory: GhostMemory, slot: SlotId, count: number, seed: number): boolean {
+export function isSlotRight(memory: GhostMemory, slot: SlotId, count: number, seeds: GhostSeeds): boolean {
+  const seed = seeds(count - 1);
   for (let i = 0; i < SLOT_BYTES; i++) {
     if (memory.slots[slot * SLOT_BYTES + i] !== (hash(seed, count, 100 + i) & 255)) return false;
   }

@@ -51,6 +51,8 @@ export interface Plan {
   tickMs: number;
   /** Periods of `load` and `mark`. */
   loadMs: number;
+  /** An operator empties the prefix caches this often, or never. */
+  flushMs: number | null;
   markMs: number;
   weather: Weather;
   rates: FaultRates;
@@ -108,6 +110,7 @@ export function drawPlan(seed: number, random: () => number): Plan {
     pageCount: longest + between(0, longest),
     slotCount: buggify() ? 1 : between(2, 4),
     prefillChunkTokens: pageTokens * between(1, 4),
+    stateCount: chance(0.25) ? 0 : between(1, 12),
     maxChunkBytes: buggify() ? 1 : largestUnit * between(1, 3),
     stagingBytes: buggify() ? 1 : largestUnit * between(1, 4),
   };
@@ -136,6 +139,7 @@ export function drawPlan(seed: number, random: () => number): Plan {
     heartbeatMs,
     tickMs: buggify() ? between(200, 400) : between(60, 150),
     loadMs: between(400, 2000),
+    flushMs: chance(0.1) ? between(300, 3000) : null,
     markMs: buggify() ? 4000 : 1000,
     weather: {
       minLatencyMs: 0.2,

@@ -11,6 +11,7 @@ import {
   statsPrefill,
   stepPrefill,
   type PrefillEvent,
+  type PrefillState,
 } from '../../scheduler/prefill.ts';
 import type { DecodeBatch, PrefillBatch, SampledToken, UnitPlace, WorkerEffect } from '../../scheduler/types.ts';
 import type { ChannelEvent } from '../../transfer/channel.ts';
@@ -34,6 +35,7 @@ import {
   isSlotRight,
   SLOT_BYTES,
   type GhostMemory,
+  type GhostSeeds,
 } from './ghost.ts';
 import { openConnector, openListener, type Connector, type Links } from './links.ts';
 import type { Host, Network } from './network.ts';
@@ -66,7 +68,7 @@ export interface Surroundings {
   bug: Bug | null;
   trace: (who: string, what: () => string) => void;
   /** The true prompt of a room, whatever workers believe. */
-  promptOf: (key: RoomKey) => { seed: number; promptCount: number };
+  promptOf: (key: RoomKey) => { seed: number; seeds: GhostSeeds; promptCount: number };
   /** Bytes on their way between two lives of workers, and not yet written or dropped (I8). */
   underWay: Map<string, number>;
 }
@@ -192,6 +194,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   function step(event: Event): void {
     if (plan.shuffleFree && random() < 0.1) (random() < 0.5 ? pools.pages : pools.slots).free.reverse();
     const before = observe(event);
+    const cacheBefore = scheduler.role === 'prefill' ? cacheOf(scheduler.state) : null;
     const effects =
       scheduler.role === 'prefill'
         ? stepPrefill(scheduler.state, event as PrefillEvent)
@@ -205,6 +208,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       if (eventCount % GAUGE_AUDIT_EVENTS === 0) auditGauges(scheduler);
     }
     before?.();
+    if (scheduler.role === 'prefill' && cacheBefore !== null) seeCache(scheduler.state, cacheBefore, event);
     for (const effect of effects) perform(effect);
     if (event.type === 'peer_message') auditBuffer(event.peer);
     startStep();
@@ -234,6 +238,19 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
     return () => {
       if (state.desk.drops.late > late) coverage.saw('late CHUNK dropped');
     };
+  }
+
+  /** Note what happened to the prefix cache. */
+  function seeCache(prefill: PrefillState, before: CacheSight, event: Event): void {
+    const after = cacheOf(prefill);
+    if (after.evictedPages > before.evictedPages) coverage.saw('cached page evicted');
+    if (after.evictedStates > before.evictedStates) coverage.saw('cached state evicted');
+    const gone = before.pages - after.pages - (after.evictedPages - before.evictedPages);
+    if (gone > 0 && event.type !== 'flush') coverage.saw('unverified pages of a failed room left the cache');
+    if (prefill.cache.orphanPages.size > 0) coverage.saw('page read after it left the cache');
+    if (event.type !== 'step_done') return;
+    const isShared = prefill.pools.pages.readers.some((readers) => (readers?.size ?? 0) > 1);
+    if (isShared) coverage.saw('cached page read by two rooms');
   }
 
   function phaseOf(key: RoomKey): string | null {
@@ -391,7 +408,10 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
     if (isStepping) return;
     if (scheduler.role === 'prefill') {
       const batch = nextPrefillBatch(scheduler.state);
-      if (batch !== null) runStep(batch.chunks, () => computeChunks(batch));
+      if (batch !== null) {
+        resumeSlots(batch);
+        runStep(batch.chunks, () => computeChunks(batch));
+      }
     } else {
       const batch = nextDecodeBatch(scheduler.state);
       if (batch === null) return;
@@ -416,41 +436,62 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
     });
   }
 
+  function resumeSlots({ chunks }: PrefillBatch): void {
+    for (const { key, slot, resume, end, last } of chunks) {
+      if (resume === null) continue;
+      memory.slots.set(slotBytes(memory.states, resume), slot * SLOT_BYTES);
+      coverage.saw(last ? 'cached prefix, computed at once' : 'cached prefix');
+      trace(host.name, () => `${key} goes on from a cached prefix to ${end}`);
+    }
+  }
+
   function computeChunks({ chunks }: PrefillBatch): SampledToken[] {
     const tokens: SampledToken[] = [];
-    for (const { key, slot, pages, start, end, last } of chunks) {
-      const { seed, promptCount } = around.promptOf(key);
-      const isReady = start === 0 || isSlotRight(memory, slot, start, seed);
+    for (const { key, slot, pages, start, end, last, keep } of chunks) {
+      const { seed, seeds, promptCount } = around.promptOf(key);
+      const isReady = start === 0 || isSlotRight(memory, slot, start, seeds);
       always(isReady, 'I4', () => `${host.name}: the slot of ${key} is wrong at token ${start}`);
+      const wrong = findWrongPosition(memory, pages, start, seeds);
+      always(wrong === null, 'I4', () => `${host.name}: position ${wrong} of ${key} is wrong`);
       always(end === promptCount || !last, 'I4', () => `${key}: the last chunk ends at ${end} of ${promptCount}`);
-      fillPositions(memory, pages, start, end, seed);
-      fillSlot(memory, slot, end, seed);
+      checkOwn(key, pages, start, end);
+      fillPositions(memory, pages, start, end, seeds);
+      fillSlot(memory, slot, end, seeds);
+      if (keep !== null) memory.states.set(slotBytes(memory.slots, slot), keep * SLOT_BYTES);
       if (last) tokens.push({ key, token: ghostToken(seed, 0) });
     }
     return tokens;
   }
 
+  /** I2: a step writes no page that others read. */
+  function checkOwn(key: RoomKey, pages: readonly number[], start: number, end: number): void {
+    for (let page = Math.floor(start / limits.pageTokens); page * limits.pageTokens < end; page++) {
+      const owner = pools.pages.owners[pages[page]!];
+      always(owner === `session ${key}`, 'I2', () => `${host.name}: ${key} writes page ${page} of ${owner}`);
+    }
+  }
+
   /** I4: all that a row stands on is there and right. */
   function checkRows({ rows }: DecodeBatch): void {
     for (const { key, slot, pages, token, position } of rows) {
-      const { seed, promptCount } = around.promptOf(key);
-      const wrong = findWrongPosition(memory, pages, position, seed);
+      const { seed, seeds, promptCount } = around.promptOf(key);
+      const wrong = findWrongPosition(memory, pages, position, seeds);
       always(wrong === null, 'I4', () => `${host.name}: position ${wrong} of ${key} is wrong`);
-      always(isSlotRight(memory, slot, position, seed), 'I4', () => `${host.name}: the slot of ${key} is wrong`);
+      always(isSlotRight(memory, slot, position, seeds), 'I4', () => `${host.name}: the slot of ${key} is wrong`);
       always(token === ghostToken(seed, position - promptCount), 'I4', () => `${key}: the token to run is wrong`);
     }
   }
 
   function computeRows({ rows }: DecodeBatch): SampledToken[] {
     return rows.flatMap(({ key, slot, pages, position, drafted }) => {
-      const { seed, promptCount } = around.promptOf(key);
+      const { seed, seeds, promptCount } = around.promptOf(key);
       const isRight = drafted && random() < 0.6;
       const count = isRight ? 2 : 1;
       if (drafted) coverage.saw(isRight ? 'a draft was right' : 'a draft was wrong');
-      fillPositions(memory, pages, position, position + count, seed);
+      fillPositions(memory, pages, position, position + count, seeds);
       // What a wrong draft leaves is another answer's.
-      if (drafted && !isRight) fillPositions(memory, pages, position + 1, position + 2, seed + 1);
-      fillSlot(memory, slot, position + count, seed);
+      if (drafted && !isRight) fillPositions(memory, pages, position + 1, position + 2, () => seed + 1);
+      fillSlot(memory, slot, position + count, seeds);
       return Array.from({ length: count }, (_, index) => ({
         key,
         token: ghostToken(seed, position - promptCount + 1 + index),
@@ -514,7 +555,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
         roomLimit: limits.maxRooms,
         running: 'running' in stats ? stats.running : stats.computing,
         queuedTokens: 'queuedTokens' in stats ? stats.queuedTokens : 0,
-        pagesFree: stats.pagesFree,
+        pagesFree: stats.pagesFree + ('pagesCached' in stats ? stats.pagesCached : 0),
         pagesTotal: limits.pageCount,
         draining: stats.draining,
       });
@@ -527,6 +568,9 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
     step({ type: 'tick', nowMs: now() });
   });
   every(around, host, plan.loadMs, reportLoad);
+  if (role === 'prefill' && plan.flushMs !== null) {
+    every(around, host, plan.flushMs, () => step({ type: 'flush', nowMs: now() }));
+  }
 
   return {
     host,
@@ -553,6 +597,17 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   };
 }
 
+interface CacheSight {
+  pages: number;
+  evictedPages: number;
+  evictedStates: number;
+}
+
+function cacheOf({ cache }: PrefillState): CacheSight {
+  const { evictedPages, evictedStates } = cache.counts;
+  return { pages: cache.pages.size, evictedPages, evictedStates };
+}
+
 /** A timer of a process: it stands still while the process does and fires once after that. */
 export function every(
   around: Pick<Surroundings, 'clock' | 'network'>,
@@ -574,7 +629,12 @@ export function every(
 function bytesAt(memory: GhostMemory, place: UnitPlace): Uint8Array {
   return place.kind === 'page'
     ? memory.pages.subarray(place.page * memory.pageBytes, (place.page + 1) * memory.pageBytes)
-    : memory.slots.subarray(place.slot * SLOT_BYTES, (place.slot + 1) * SLOT_BYTES);
+    : slotBytes(memory.slots, place.slot);
+}
+
+/** One slot of many, or one copy of one. */
+function slotBytes(all: Uint8Array, index: number): Uint8Array {
+  return all.subarray(index * SLOT_BYTES, (index + 1) * SLOT_BYTES);
 }
 
 function placeName(place: UnitPlace): string {

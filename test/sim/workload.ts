@@ -8,7 +8,7 @@ import type { Epoch, Reason } from '../../transfer/messages.ts';
 import { ApiError } from '../../server/errors.ts';
 import type { RoomDriver, RoomHandle, RoomOutcome } from '../../server/rooms.ts';
 import { always, type Coverage } from './audit.ts';
-import { ghostToken, promptSeed, VOCABULARY } from './ghost.ts';
+import { ghostSeeds, ghostToken, promptSeed, VOCABULARY, type GhostSeeds } from './ghost.ts';
 import type { Plan } from './swarm.ts';
 
 /** How a client ends its own request, if it does. */
@@ -31,6 +31,7 @@ export interface Client {
   readonly name: string;
   readonly wish: Wish;
   readonly seed: number;
+  readonly seeds: GhostSeeds;
   readonly digest: string;
   /** The router it asked, in which of its lives. */
   readonly router: Epoch;
@@ -48,7 +49,7 @@ export interface Client {
   workers: Set<Epoch>;
 }
 
-/** The requests of a seed. Some share a prompt, some come in bursts. */
+/** The requests of a seed. Some share a prompt or begin alike, some come in bursts. */
 export function drawWishes(plan: Plan, random: () => number): Wish[] {
   const wishes: Wish[] = [];
   const longest = plan.decode.maxSequenceTokens;
@@ -75,7 +76,8 @@ function drawWish(
   const isLong = random() < (longAnswers ? 0.8 : 0.1);
   const maxTokens = random() < 0.2 ? between(1, 2) : isLong ? between(12, 28) : between(1, 12);
   const promptCount = between(1, random() < 0.3 ? longest - maxTokens : Math.min(12, longest - maxTokens));
-  const shared = random() < 0.15 ? earlier[between(0, earlier.length - 1)] : undefined;
+  const shared = random() < 0.3 ? earlier[between(0, earlier.length - 1)] : undefined;
+  const begin = shared?.promptTokens.slice(0, between(1, promptCount)) ?? [];
   const leaving: Leaving =
     random() >= cancel
       ? null
@@ -85,8 +87,7 @@ function drawWish(
   return {
     atMs,
     maxTokens,
-    promptTokens:
-      shared?.promptTokens.slice(0, promptCount) ?? Array.from({ length: promptCount }, () => between(0, 999)),
+    promptTokens: [...begin, ...Array.from({ length: promptCount - begin.length }, () => between(0, 999))],
     stopTokens: random() < 0.3 ? [between(0, VOCABULARY - 1), between(0, VOCABULARY - 1)] : [],
     leaving,
   };
@@ -117,6 +118,7 @@ export function startClient(
     wish,
     digest,
     seed: promptSeed(digest),
+    seeds: ghostSeeds(wish.promptTokens, promptSeed(digest)),
     router,
     startedMs: desk.now(),
     requestMs: plan.requestMs,
@@ -139,6 +141,7 @@ export function startClient(
   try {
     client.handle = rooms.start(request, {
       onTokens: (ids) => receiveTokens(desk, client, ids),
+      onCached: () => {},
       onEnd: (outcome) => receiveOutcome(desk, client, outcome, plan),
     });
   } catch (error) {

@@ -38,11 +38,11 @@ export interface TestPlace {
 export function createTestCache(
   model: Model,
   slotCount: number,
-  draft = model.mtpWorkspace !== null,
+  { draft = model.mtpWorkspace !== null, stateBytes = 0 }: { draft?: boolean; stateBytes?: number } = {},
 ): { cache: KvCache; places: TestPlace[] } {
   const pagesEach = model.limits.maxPages;
   const pageCount = pagesEach * slotCount;
-  const cache = createKvCache(model.device, model.config, { pageCount, slotCount, draft });
+  const cache = createKvCache(model.device, model.config, { pageCount, slotCount, stateBytes, draft });
   const places = Array.from({ length: slotCount }, (_, index) => ({
     slot: (index + 1) % slotCount,
     pages: Array.from({ length: pagesEach }, (__, page) => pageCount - 1 - (page * slotCount + index)),

@@ -36,6 +36,7 @@ const SHARED = {
 };
 export const PREFILL_LIMITS: PrefillLimits = {
   ...SHARED,
+  stateCount: 0,
   prefillChunkTokens: 256,
   maxChunkBytes: 1000,
   stagingBytes: 1000,

@@ -2,11 +2,11 @@
 import { untilMetrics, type Sample } from './cluster.ts';
 
 /** Gauges that count something held; with the label values that do not count. */
-const HELD: readonly { name: string; except?: { label: string; value: string } }[] = [
+const HELD: readonly { name: string; except?: { label: string; values: readonly string[] } }[] = [
   { name: 'handoff_active_requests' },
   { name: 'handoff_queue_requests' },
-  { name: 'handoff_kv_pages', except: { label: 'state', value: 'free' } },
-  { name: 'handoff_state_slots', except: { label: 'state', value: 'free' } },
+  { name: 'handoff_kv_pages', except: { label: 'state', values: ['free', 'cached'] } },
+  { name: 'handoff_state_slots', except: { label: 'state', values: ['free'] } },
   { name: 'handoff_transfer_in_flight_bytes' },
   { name: 'handoff_host_bytes' },
 ];
@@ -23,7 +23,7 @@ export function held(samples: readonly Sample[]): string[] {
     const family = samples.filter((sample) => sample.name === name);
     if (family.length === 0) throw new Error(`no metric ${name}`);
     for (const sample of family) {
-      if (except && sample.labels[except.label] === except.value) continue;
+      if (except?.values.includes(sample.labels[except.label] ?? '')) continue;
       if (sample.value !== 0) found.push(`${name}${JSON.stringify(sample.labels)} = ${sample.value}`);
     }
   }

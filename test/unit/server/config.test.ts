@@ -52,6 +52,7 @@ test('without flags each role has its documented defaults', () => {
     kvMemoryBytes: 2 ** 30,
     headroomTokens: 128,
     hostBytes: 2 ** 30,
+    prefixCacheBytes: 2 ** 28,
   });
   assert.deepEqual(decode.deadlines, {
     heartbeatMs: 1000,

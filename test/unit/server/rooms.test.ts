@@ -12,6 +12,7 @@ interface Bench {
   workers: Map<Epoch, WorkerView>;
   sent: { epoch: Epoch; message: RouterToWorker }[];
   tokens: number[];
+  cached: number[];
   ends: RoomOutcome[];
   aborted: string[];
   closed: string[];
@@ -28,6 +29,7 @@ function createBench(): Bench {
     workers: new Map(),
     sent: [],
     tokens: [],
+    cached: [],
     ends: [],
     aborted: [],
     closed: [],
@@ -53,6 +55,7 @@ function createBench(): Bench {
 function start(bench: Bench): ReturnType<RoomDriver['start']> {
   return bench.rooms.start(REQUEST, {
     onTokens: (ids) => void bench.tokens.push(...ids),
+    onCached: (tokenCount) => void bench.cached.push(tokenCount),
     onEnd: (outcome) => void bench.ends.push(outcome),
   });
 }

@@ -19,6 +19,7 @@ test('a probe that comes before the pages is told so at once, and the next one g
     metrics: async () => '',
     health: () => ({ draining: false, body: { role: 'decode' } }),
     rooms: () => assert.fail('not asked for'),
+    flush: () => assert.fail('not asked for'),
   });
   const later = await fetch(url, { signal: AbortSignal.timeout(5000) });
   assert.equal(later.status, 200);

@@ -3,13 +3,18 @@ import { test } from 'node:test';
 import {
   auditBudget,
   auditLedger,
+  borrow,
   createBudget,
   createLedger,
   giveBack,
   giveBackBytes,
   handlesByOwner,
+  isIdle,
+  leave,
   move,
   quarantinedCount,
+  share,
+  SHARED,
   take,
   takeBytes,
   takeViolations,
@@ -52,6 +57,40 @@ test('in production a violation is recorded once and its handle never lent again
   // A double release takes the handle out of the free list again.
   giveBack(ledger, [1], 'a');
   assert.equal(take(ledger, 1, 'c'), null);
+  assert.deepEqual(auditLedger(ledger), []);
+});
+
+test('shared handles have readers, and come free only when the last has left', () => {
+  const ledger = createLedger('page', 2, true);
+  take(ledger, 1, 'a');
+  share(ledger, [0], 'a');
+  borrow(ledger, [0], 'b');
+  assert.throws(() => giveBack(ledger, [0], SHARED), /page 0: give back by shared, but it is read by a,b/);
+  const again = createLedger('page', 2, true);
+  take(again, 1, 'a');
+  share(again, [0], 'a');
+  borrow(again, [0], 'b');
+  leave(again, [0], 'a');
+  assert.equal(isIdle(again, 0), false);
+  leave(again, [0], 'b');
+  assert.equal(isIdle(again, 0), true);
+  assert.deepEqual(auditLedger(again), []);
+  giveBack(again, [0], SHARED);
+  assert.deepEqual(again.generations, [2, 0]);
+  assert.equal(isIdle(again, 0), false, 'a free handle is not shared');
+  assert.deepEqual(auditLedger(again), []);
+});
+
+test('reading what is not shared, reading twice and leaving twice are violations', () => {
+  const ledger = createLedger('page', 4, false);
+  take(ledger, 4, 'a');
+  share(ledger, [1, 2, 3], 'a');
+  borrow(ledger, [0], 'b');
+  borrow(ledger, [1], 'a');
+  leave(ledger, [2], 'b');
+  giveBack(ledger, [3], 'a');
+  assert.equal(takeViolations(ledger).length, 4);
+  assert.equal(quarantinedCount(ledger), 4);
   assert.deepEqual(auditLedger(ledger), []);
 });
 

@@ -77,6 +77,7 @@ const EVENTS: Record<string, SenderEvent> = {
   }),
   DONE_ACK: message({ type: 'DONE_ACK', ...TO_P }),
   admitted: { type: 'admitted', nowMs: 1 },
+  cached: { type: 'cached', computedTokens: 4 },
   step_started: { type: 'step_started' },
   computed: { type: 'computed', computedTokens: TOKENS, firstToken: 7, nowMs: 1 },
   read_done: { type: 'read_done', firstUnit: 0, checksums: [11], nowMs: 1 },
@@ -171,6 +172,7 @@ const LIVE: Record<string, string> = {
   END: 'drop:protocol',
   DONE_ACK: 'drop:protocol',
   admitted: 'impossible',
+  cached: 'impossible',
   step_started: 'impossible',
   computed: 'impossible',
   read_done: 'impossible',
@@ -188,6 +190,7 @@ const OVER: Record<string, string> = {
   submit: 'drop:duplicate',
   'submit*': 'drop:duplicate',
   admitted: 'impossible',
+  cached: 'impossible',
   step_started: 'impossible',
   computed: 'impossible',
   read_done: 'impossible',
@@ -270,7 +273,10 @@ const TABLE: Record<string, [string, Record<string, string>]> = {
       status: 'QUEUED:waiting@control',
     },
   ],
-  admitted: ['transferring', { ...LIVE, ...COMPUTING, step_started: '', status: 'QUEUED:computing@control' }],
+  admitted: [
+    'transferring',
+    { ...LIVE, ...COMPUTING, cached: '', step_started: '', status: 'QUEUED:computing@control' },
+  ],
   stepping: [
     'transferring',
     { ...LIVE, ...COMPUTING, ...HELD_STOPS, computed: '', status: 'QUEUED:computing@control' },
@@ -325,6 +331,13 @@ test('units go out in order, within the credit, full pages first', () => {
   assert.equal(nextRead(sender, 0, 1, LIMITS), null);
   assert.deepEqual(nextRead(sender, 1, 1, LIMITS), { firstUnit: 2, unitCount: 1 });
   assert.equal(nextRead(sender, 100, 1, LIMITS), null);
+});
+
+test('cached pages go out before anything is computed', () => {
+  const sender = reach('admitted');
+  assert.equal(nextRead(sender, 100, 1, LIMITS), null);
+  stepSender(sender, { type: 'cached', computedTokens: 4 }, LIMITS);
+  assert.deepEqual(nextRead(sender, 100, 1, LIMITS), { firstUnit: 0, unitCount: 1 });
 });
 
 test('END says what was sent, whatever the order of the reads', () => {

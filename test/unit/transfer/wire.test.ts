@@ -39,6 +39,7 @@ const TYPES: Record<Message['type'], true> = {
   tokens: true,
   end: true,
   load: true,
+  cached: true,
 };
 
 test('there are golden bytes of every message', () => {
