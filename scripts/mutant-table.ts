@@ -201,14 +201,14 @@ export const MUTANTS: readonly Mutant[] = [
     killers: [unit('scheduler/prefix-cache', 'equal hashes are no match: the tokens decide')],
   },
   {
-    name: 'evicted-while-read',
+    name: 'first-reader-frees',
     failure: null,
-    why: 'A cached page is given to another room while one reads it.',
+    why: 'A page that has left the cache is lent again when the first of those who read it ends.',
     edits: [
       {
         file: PREFIX,
-        find: `      if (entry.children.length > 0 || !isIdle(pages, entry.page)) continue;`,
-        put: `      if (entry.children.length > 0) continue;`,
+        find: `    if (!isIdle(pools.pages, page)) continue;\n    if (cache.orphanPages`,
+        put: `    if (cache.orphanPages`,
       },
     ],
     killers: [sim(/./)],
