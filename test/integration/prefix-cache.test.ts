@@ -118,6 +118,27 @@ test('a conversation computes each turn once, and says so', async () => {
   }
 });
 
+test('the choices of one request compute its prompt once', async () => {
+  const prompt = randomPrompt(createPrng(SEED + 8), 700);
+  const choices = 4;
+  const before = await tokens('prefill_compute');
+  const response = await fetch(`${cluster.url}/v1/completions`, {
+    method: 'POST',
+    headers: { 'content-type': 'application/json' },
+    body: JSON.stringify({ model: cluster.model, prompt, max_tokens: 3, n: choices, seed: 1 }),
+  });
+  assert.equal(response.status, 200);
+  const { choices: answers, usage } = (await response.json()) as {
+    choices: unknown[];
+    usage: { prompt_tokens: number; prompt_tokens_details: { cached_tokens: number } };
+  };
+  assert.equal(answers.length, choices);
+  assert.equal(usage.prompt_tokens, prompt.length);
+  assert.equal(usage.prompt_tokens_details.cached_tokens, 0, 'what one choice computed for another is not counted');
+  const rest = prompt.length % PAGE_TOKENS;
+  assert.equal((await tokens('prefill_compute')) - before, prompt.length + (choices - 1) * rest);
+});
+
 test('a request that is given up leaves nothing in the cache, and a flush empties it', async () => {
   await untilQuiet(cluster.url, QUIET_MS);
   const pages = await cachedPages();

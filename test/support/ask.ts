@@ -98,6 +98,7 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
     log: pino({ level: 'silent' }),
     gate: createAdminGate('test-key'),
     debugPage: () => Promise.reject(new Error('asked for by no test here')),
+    flushCache: () => Promise.resolve(0),
     metricsText: () => Promise.resolve(''),
     observe: { responded() {}, rejected() {}, firstToken() {}, betweenTokens() {}, finished() {} },
     ...options,
