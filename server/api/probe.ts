@@ -31,6 +31,7 @@ export function createProbe(
       const request = { requestId: 'health_generate', promptTokens: prompt, sampling, maxTokens: 1, stopTokenIds: [] };
       const handle = rooms.start(request, {
         onTokens: () => resolve(),
+        onCached: () => {},
         onEnd(outcome) {
           clearTimeout(timer);
           if (outcome.kind === 'failed') fail(outcome.error.message);

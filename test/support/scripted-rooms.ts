@@ -136,6 +136,7 @@ export async function listen(limits: Partial<HttpLimits> = {}, options: Partial<
     log: pino({ level: 'silent' }),
     gate: createAdminGate('test-key'),
     debugPage: () => Promise.reject(new Error('asked for by no test here')),
+    flushCache: () => Promise.resolve(3),
     metricsText: () => Promise.resolve('handoff_up 1\n'),
     observe: {
       responded(route, status) {
