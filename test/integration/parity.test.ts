@@ -35,7 +35,9 @@ async function generateAlone(engine: Engine, prompt: readonly number[]): Promise
     const end = Math.min(start + CHUNK_TOKENS, prompt.length);
     const last = end === prompt.length;
     const tokens = Uint32Array.from(prompt.slice(start, end));
-    sampled = await engine.prefill({ chunks: [{ ...shared, tokens, next: null, start, end, last, resume: null, keep: null }] });
+    sampled = await engine.prefill({
+      chunks: [{ ...shared, tokens, next: null, start, end, last, resume: null, keep: null }],
+    });
   }
   const output = [sampled[0]!];
   while (output.length < OUTPUT_TOKENS) {
