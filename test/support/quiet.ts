@@ -11,11 +11,13 @@ const HELD: readonly { name: string; except?: { label: string; values: readonly 
   { name: 'handoff_host_bytes' },
 ];
 
-/** Every gauge that is not zero, as text; empty when nothing is held. Throws when a gauge or a role is missing. */
+/** Every gauge that is not zero, as text; empty when nothing is held. Throws when a gauge of a worker is missing. */
 export function held(samples: readonly Sample[]): string[] {
+  // A process that was too busy to answer in time is not at rest.
+  if (!samples.some((sample) => sample.name === 'handoff_active_requests')) return ['no metrics of the router'];
   for (const role of ['prefill', 'decode']) {
     if (!samples.some((sample) => sample.name === 'handoff_queue_requests' && sample.labels.engine_type === role)) {
-      return [`no metrics of ${role}`]; // a worker that does not answer is not at rest
+      return [`no metrics of ${role}`];
     }
   }
   const found: string[] = [];
