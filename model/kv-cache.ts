@@ -101,6 +101,8 @@ export interface KvCache {
   writeSlot(slot: number, bytes: Uint8Array): void;
   /** Copy a slot into a state; ordered behind work submitted before. */
   keepSlot(slot: number, state: number): void;
+  /** Copy a state out, as `readUnits` does a slot. */
+  readState(state: number): Promise<Uint8Array>;
   /** Copy a state into a slot; ordered before work submitted later. */
   resumeSlot(state: number, slot: number): void;
   /** Resolves when all writes so far have reached the device. Rejects when the device is lost. */
@@ -226,6 +228,16 @@ export function createKvCache(
       checkUnit('slot', slot, slotCount);
       checkUnit('state', state, states.length);
       copyOut(device, [{ parts: slotParts, unit: slot }], states[state]!.buffer);
+    },
+    readState(state) {
+      checkUnit('state', state, states.length);
+      // One part, whose only unit it is.
+      const whole = { ...states[state]!, shape: [1] };
+      return readback.read(
+        slotBytes,
+        (buffer) => copyOut(device, [{ parts: [whole], unit: 0 }], buffer),
+        (mapped) => new Uint8Array(mapped, 0, slotBytes).slice(),
+      );
     },
     resumeSlot(state, slot) {
       checkUnit('state', state, states.length);

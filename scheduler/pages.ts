@@ -79,9 +79,13 @@ export function takePoolViolations(pools: Pools): string[] {
 
 /**
  * Recount from scratch: each ledger is conserved, what is lent is exactly what `leases` hold, and a shared page is read
- * by exactly the leases that begin with it.
+ * by exactly the leases that begin with it, and `others` that read only.
  */
-export function auditPools(pools: Pools, leases: readonly Lease[]): string[] {
+export function auditPools(
+  pools: Pools,
+  leases: readonly Lease[],
+  others: readonly Omit<Lease, 'slot'>[] = [],
+): string[] {
   const found = [...auditLedger(pools.pages), ...auditLedger(pools.slots)];
   const expected = {
     pages: new Map(leases.map((lease) => [lease.owner, lease.pages.slice(lease.shared)])),
@@ -101,10 +105,10 @@ export function auditPools(pools: Pools, leases: readonly Lease[]): string[] {
       if (handles.length > 0 && !held.has(owner)) found.push(`${pool} of ${owner}: not in the ledger`);
     }
   }
-  return [...found, ...auditReaders(pools.pages, leases)];
+  return [...found, ...auditReaders(pools.pages, [...leases, ...others])];
 }
 
-function auditReaders({ readers }: Ledger, leases: readonly Lease[]): string[] {
+function auditReaders({ readers }: Ledger, leases: readonly Omit<Lease, 'slot'>[]): string[] {
   const found: string[] = [];
   let locks = 0;
   for (const { owner, pages, shared } of leases) {

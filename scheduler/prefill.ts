@@ -13,12 +13,14 @@
  * | peer_up        | transfer channel: both sockets are linked; again after a reconnect |
  * | peer_lost      | transfer channel: lease over or newer epoch; last event of that epoch's link |
  * | read_done      | engine, for every `read` effect, also when the room is unwinding |
+ * | fetched        | tier, for every `fetch` effect, soon and whatever comes of it |
+ * | stashed        | tier, for every `stash` effect |
  * | step_done      | engine, once for every batch that `nextPrefillBatch` returned |
  * | tick           | a timer, also when idle, paused and draining (50 ms is a good period) |
  * | flush          | an operator: forget all cached prefixes |
  * | drain          | worker shutdown |
  *
- * Effects returned: send, read, discard, report, violation.
+ * Effects returned: send, read, discard, fetch, stash, report, violation.
  *
  * Pages of prompts are kept after their rooms (scheduler/prefix-cache.ts). A room reads what it finds there when it is
  * admitted, and again before each of its steps, for others may have computed more meanwhile. All pages of a prompt are
@@ -67,6 +69,7 @@ import {
   findPath,
   flushPrefixes,
   hashPrompt,
+  holdPrefix,
   isCaching,
   joinPrefix,
   leavePrefix,
@@ -75,6 +78,7 @@ import {
   publishPrefix,
   statsPrefix,
   takeState,
+  takeUnstashed,
   usableLength,
   verifyPrefix,
   type PrefixCache,
@@ -104,6 +108,9 @@ export type PrefillEvent =
   | { type: 'read_done'; key: RoomKey; firstUnit: number; checksums: number[]; nowMs: number }
   /** `tokens`: the sampled first token of every `last` chunk of the batch. */
   | { type: 'step_done'; tokens: SampledToken[]; nowMs: number }
+  /** `tokenCount`: everything up to there is in the room's pages and slot now, a whole number of pages. */
+  | { type: 'fetched'; key: RoomKey; tokenCount: number; nowMs: number }
+  | { type: 'stashed'; key: RoomKey; nowMs: number }
   | { type: 'tick'; nowMs: number }
   | { type: 'flush'; nowMs: number }
   | { type: 'drain'; nowMs: number };
@@ -123,6 +130,8 @@ export interface PrefillRoom {
   branchTokens: number;
   /** Tokens that it did not have to compute. */
   cachedTokens: number;
+  /** The tier is asked for more of its prompt, and fills this state if it has any; null: it is not. */
+  fetching: { keep: StateId | null } | null;
 }
 
 export interface PrefillState {
@@ -132,6 +141,8 @@ export interface PrefillState {
   live: Map<RoomKey, PrefillRoom>;
   pools: Pools;
   cache: PrefixCache;
+  /** By room that is over: what the tier copies of it. */
+  stashes: Map<RoomKey, Stash>;
   /** Waiting for pages and a slot, first come first served. */
   waiting: RoomKey[];
   /** Admitted and not yet computed to the end, in order of admission. */
@@ -148,6 +159,10 @@ interface StepPart {
   end: number;
   last: boolean;
   keep: StateId | null;
+}
+
+interface Stash extends Omit<Lease, 'slot'> {
+  states: StateId[];
 }
 
 /** What `/metrics` shows, counted from the state. */
@@ -194,6 +209,7 @@ export function createPrefill(limits: PrefillLimits, self: Instance): PrefillSta
     live: new Map(),
     pools: createPools(limits.pageCount, limits.slotCount, limits.strictLedger),
     cache: createPrefixCache(limits.pageTokens, limits.stateCount, limits.strictLedger),
+    stashes: new Map(),
     waiting: [],
     computing: [],
     step: null,
@@ -236,6 +252,17 @@ export function stepPrefill(state: PrefillState, event: PrefillEvent): WorkerEff
       runSender(state, key, room, { type: 'read_done', firstUnit, checksums, nowMs }, effects);
       break;
     }
+    case 'fetched':
+      onFetched(state, event.key, event.tokenCount, event.nowMs, effects);
+      break;
+    case 'stashed': {
+      const stash = state.stashes.get(event.key);
+      if (stash === undefined) throw new Error(`stashed for ${event.key}, which is not being copied`);
+      state.stashes.delete(event.key);
+      for (const held of stash.states) leaveState(state.cache, held, stash.owner);
+      leavePrefix(state.cache, state.pools, stash);
+      break;
+    }
     case 'step_done':
       onStepDone(state, event.tokens, event.nowMs, effects);
       break;
@@ -274,6 +301,7 @@ export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
     const room = state.live.get(key) as PrefillRoom;
     const { sender, request, lease, hashes } = room;
     if (request === null || lease === null) throw new Error(`${key} computes without a lease`);
+    if (room.fetching !== null) continue;
     joinDeeper(state, room, lease);
     const start = sender.computedTokens;
     const nextPage = hashes[start / pageTokens];
@@ -387,7 +415,7 @@ export function statsPrefill(state: PrefillState): PrefillStats {
 export function auditPrefill(state: PrefillState): string[] {
   const leases: Lease[] = [];
   const found: string[] = [];
-  for (const [key, { sender, lease, request }] of state.live) {
+  for (const [key, { sender, lease, request, fetching }] of state.live) {
     if (lease !== null) leases.push(lease);
     if (sender.phase === 'ended') found.push(`${key}: ended, but live`);
     if ((sender.phase === 'transferring') !== (lease !== null) && sender.phase !== 'unwinding') {
@@ -398,7 +426,8 @@ export function auditPrefill(state: PrefillState): string[] {
       found.push(`${key}: submitted ${sender.submitted}, but ${request === null ? 'no ' : ''}request`);
     }
     if (sender.phase !== 'unwinding' && isClosed(state.desk.closing, key)) found.push(`${key}: closed, but live`);
-    if (sender.stepping !== (state.step?.some((part) => part.key === key) ?? false)) {
+    const isStepping = fetching !== null || (state.step?.some((part) => part.key === key) ?? false);
+    if (sender.stepping !== isStepping) {
       found.push(`${key}: stepping ${sender.stepping}`);
     }
     const isQueued = state.waiting.includes(key);
@@ -415,12 +444,15 @@ export function auditPrefill(state: PrefillState): string[] {
     const owner = state.live.get(key)?.lease?.owner;
     if (keep !== null && owner !== undefined) making.set(keep, owner);
   }
-  const starting = new Map<string, StateId>();
-  for (const { lease, resume } of state.live.values()) {
-    if (lease !== null && resume !== null) starting.set(lease.owner, resume);
+  const starting = new Map<string, StateId[]>();
+  for (const { lease, resume, fetching } of state.live.values()) {
+    if (lease !== null && resume !== null) starting.set(lease.owner, [resume]);
+    if (lease !== null && fetching !== null && fetching.keep !== null) making.set(fetching.keep, lease.owner);
   }
+  const stashes = [...state.stashes.values()];
+  for (const { owner, states } of stashes) starting.set(owner, states);
   const { cache, pools } = state;
-  return [...found, ...auditPools(pools, leases), ...auditPrefix(cache, pools, { making, starting })];
+  return [...found, ...auditPools(pools, leases, stashes), ...auditPrefix(cache, pools, { making, starting })];
 }
 
 /** The queue that a room counts in. */
@@ -555,6 +587,7 @@ function createRoom(
     resume: null,
     branchTokens: 0,
     cachedTokens: 0,
+    fetching: null,
   };
   state.live.set(key, room);
   return room;
@@ -781,7 +814,10 @@ function closeRoom(
   const { cache, desk, live, limits, pools } = state;
   const { lease, resume } = room;
   if (lease !== null) {
-    if (outcome.ok) verifyPrefix(cache, lease);
+    if (outcome.ok) {
+      verifyPrefix(cache, lease);
+      stash(state, key, room, effects);
+    }
     if (resume !== null) leaveState(cache, resume, lease.owner);
     leavePrefix(cache, pools, lease);
     release(pools, lease);
@@ -790,6 +826,20 @@ function closeRoom(
   live.delete(key);
   bury(desk.closing, key, outcome, 0);
   if (room.sender.submitted) reportEnd(desk, { key, outcome, tokenCount: 0 }, nowMs, limits, effects);
+}
+
+/** What a room has verified is copied to the tier, which reads it until then. */
+function stash(state: PrefillState, key: RoomKey, { lease, request }: PrefillRoom, effects: WorkerEffect[]): void {
+  const { cache, pools, limits, stashes } = state;
+  if (!limits.hasTier || lease === null || request === null) return;
+  const path = lease.pages.slice(0, lease.shared).filter((page) => cache.pages.has(page));
+  const { pages, states } = takeUnstashed(cache, path);
+  if (pages.length + states.length === 0) return;
+  const held = states.map(({ state: each }) => each);
+  const owner = `stash ${key}`;
+  holdPrefix(cache, pools, { pages: path, states: held }, owner);
+  stashes.set(key, { owner, pages: path, shared: path.length, states: held });
+  effects.push({ type: 'stash', key, tokens: request.promptTokens, pages, states });
 }
 
 /**
@@ -811,7 +861,7 @@ function admitWaiting(state: PrefillState, nowMs: number, effects: WorkerEffect[
     const lease = makeRoom(cache, pools, pageCount) ? lend(pools, pageCount, owner) : null;
     if (lease === null) {
       if (resume !== null) leaveState(cache, resume, owner);
-      leavePrefix(cache, pools, { owner, pages: prefix, shared: prefix.length, slot: 0 });
+      leavePrefix(cache, pools, { owner, pages: prefix, shared: prefix.length });
       return;
     }
     lease.pages.unshift(...prefix);
@@ -821,7 +871,46 @@ function admitWaiting(state: PrefillState, nowMs: number, effects: WorkerEffect[
     state.computing.push(key);
     runSender(state, key, room, { type: 'admitted', nowMs }, effects);
     skipCached(state, room, lease);
+    askTier(state, key, room, effects);
   }
+}
+
+/** If the tier may have more of the prompt than the cache, it is asked before anything is computed. */
+function askTier(state: PrefillState, key: RoomKey, room: PrefillRoom, effects: WorkerEffect[]): void {
+  const { cache, limits } = state;
+  const { lease, request, hashes } = room;
+  if (!limits.hasTier || lease === null || request === null) return;
+  const { pages, shared, slot, owner } = lease;
+  const most = Math.floor((request.promptTokens.length - 1) / limits.pageTokens);
+  if (hashes.length === 0 || shared >= most) return;
+  const keep = takeState(cache, owner);
+  room.fetching = { keep };
+  stepSender(room.sender, { type: 'step_started' }, limits);
+  const tokens = request.promptTokens;
+  effects.push({ type: 'fetch', key, tokens, from: shared, pages: pages.slice(0, most), slot, keep });
+}
+
+function onFetched(
+  state: PrefillState,
+  key: RoomKey,
+  tokenCount: number,
+  nowMs: number,
+  effects: WorkerEffect[],
+): void {
+  const { cache } = state;
+  const room = state.live.get(key);
+  if (room?.fetching == null || room.lease === null) throw new Error(`fetched for ${key}, which does not wait for it`);
+  const { keep } = room.fetching;
+  room.fetching = null;
+  const computedTokens = Math.max(tokenCount, room.sender.computedTokens);
+  if (tokenCount > room.sender.computedTokens) {
+    room.cachedTokens += tokenCount - room.sender.computedTokens;
+    // Its slot is further than the state that it was to start from.
+    if (room.resume !== null) leaveState(cache, room.resume, room.lease.owner);
+    room.resume = null;
+    publish(state, room, tokenCount, keep);
+  } else if (keep !== null) giveBack(cache.states, [keep], room.lease.owner);
+  runSender(state, key, room, { type: 'computed', computedTokens, firstToken: null, nowMs }, effects);
 }
 
 /** Cached pages from which a room can start. */

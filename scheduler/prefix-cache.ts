@@ -48,6 +48,8 @@ export interface CachedPage {
   /** Copy of a slot as it was at its end, or null. */
   state: StateId | null;
   verified: boolean;
+  /** The tier was given the page, and a state at its end. */
+  stashed: { page: boolean; state: boolean };
 }
 
 export interface PrefixCache {
@@ -155,7 +157,7 @@ export function leaveState(cache: PrefixCache, state: StateId, reader: string): 
 }
 
 /** A room no longer reads what it shares. What is left of its lease is its own. */
-export function leavePrefix(cache: PrefixCache, pools: Pools, lease: Lease): void {
+export function leavePrefix(cache: PrefixCache, pools: Pools, lease: Omit<Lease, 'slot'>): void {
   const pages = lease.pages.splice(0, lease.shared);
   lease.shared = 0;
   leave(pools.pages, pages, lease.owner);
@@ -214,7 +216,16 @@ export function publishPrefix(
       share(pools.pages, [own], lease.owner);
       const tokens = prompt.tokens.slice(index * pageTokens, (index + 1) * pageTokens);
       const hash = prompt.hashes[index] as number;
-      cache.pages.set(own, { page: own, parent, children: [], hash, tokens, state: null, verified: false });
+      cache.pages.set(own, {
+        page: own,
+        parent,
+        children: [],
+        hash,
+        tokens,
+        state: null,
+        verified: false,
+        stashed: { page: false, state: false },
+      });
       cache.byHash.set(hash, [...(cache.byHash.get(hash) ?? []), own]);
       before?.children.push(own);
     } else {
@@ -245,6 +256,35 @@ export function verifyPrefix(cache: PrefixCache, lease: Lease): void {
     if (entry !== undefined) entry.verified = true;
   }
   touch(cache, path);
+}
+
+/** Pages and states of a path that the tier has not, by index; from now on it has. */
+export function takeUnstashed(
+  cache: PrefixCache,
+  path: readonly PageId[],
+): { pages: { index: number; page: PageId }[]; states: { index: number; state: StateId }[] } {
+  const found: ReturnType<typeof takeUnstashed> = { pages: [], states: [] };
+  for (const [index, page] of path.entries()) {
+    const entry = cache.pages.get(page);
+    if (entry === undefined) break; // it has left the tree, with all behind it
+    const { stashed, state } = entry;
+    if (!stashed.page) found.pages.push({ index, page });
+    if (!stashed.state && state !== null) found.states.push({ index, state });
+    entry.stashed = { page: true, state: stashed.state || state !== null };
+  }
+  return found;
+}
+
+/** Somebody else than a room reads these pages and states. */
+export function holdPrefix(
+  cache: PrefixCache,
+  pools: Pools,
+  { pages, states }: { pages: readonly PageId[]; states: readonly StateId[] },
+  reader: string,
+): void {
+  for (const page of pages) if (isIdle(pools.pages, page)) cache.idleCount--;
+  borrow(pools.pages, pages, reader);
+  borrow(cache.states, states, reader);
 }
 
 /** A room failed: what it reads and nobody has verified leaves the tree, with all that hangs on it. */
@@ -287,7 +327,7 @@ export function statsPrefix(cache: PrefixCache): {
 export function auditPrefix(
   cache: PrefixCache,
   pools: Pools,
-  { making, starting }: { making: ReadonlyMap<StateId, string>; starting: ReadonlyMap<string, StateId> },
+  { making, starting }: { making: ReadonlyMap<StateId, string>; starting: ReadonlyMap<string, readonly StateId[]> },
 ): string[] {
   const found = auditLedger(cache.states);
   const { owners, readers } = pools.pages;
@@ -316,7 +356,8 @@ export function auditPrefix(
     const isRight = owner === SHARED ? states.has(state) : owner === (making.get(state) ?? null);
     if (!isRight && owner !== 'quarantined') found.push(`state ${state}: of ${owner ?? 'nobody'}`);
     for (const reader of cache.states.readers[state] ?? []) {
-      if (starting.get(reader) !== state) found.push(`state ${state}: ${reader} does not start from it`);
+      if (starting.get(reader)?.includes(state) !== true)
+        found.push(`state ${state}: ${reader} does not start from it`);
     }
   }
   return found;

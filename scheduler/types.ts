@@ -46,6 +46,8 @@ export interface WorkerLimits {
 export interface PrefillLimits extends WorkerLimits {
   /** Copies of slots that the prefix cache may keep, beside the slots; 0 turns it off. */
   stateCount: number;
+  /** Verified pages are copied to a tier outside the adapter, and come back from there. */
+  hasTier: boolean;
   /** Tokens computed in one step over all rooms; a multiple of `pageTokens`. */
   prefillChunkTokens: number;
   /** Payload of one CHUNK, unless a single unit is larger. */
@@ -141,6 +143,22 @@ export interface SampledToken {
   token: number;
 }
 
+/** A prompt, and where what is known of it goes. Index i of `pages` holds page i of the prompt. */
+export interface TierFetch {
+  tokens: Uint32Array;
+  from: number;
+  pages: PageId[];
+  slot: SlotId;
+  keep: StateId | null;
+}
+
+/** A prompt's pages by index, and states at the ends of pages. Nobody writes any of them before `stashed`. */
+export interface TierStash {
+  tokens: Uint32Array;
+  pages: { index: number; page: PageId }[];
+  states: { index: number; state: StateId }[];
+}
+
 /**
  * What a scheduler asks of its worker, in order. The worker performs each one without waiting:
  *
@@ -154,6 +172,8 @@ export interface SampledToken {
  * | save      | engine: copy these units to host memory; the worker keeps the copy under the key (decode only) | saved |
  * | restore   | engine: copy the key's copy, unit by unit, into these places; the copy stays (decode only) | restored |
  * | forget    | worker: free the key's copy (decode only) | – |
+ * | fetch     | tier: write what it has of these tokens from page `from` on into the pages, the state at the end into the slot, and that into `keep`; nothing is an answer (prefill only) | fetched |
+ * | stash     | tier: copy these pages and states of a prompt (prefill only) | stashed |
  * | report    | control channel: to the router of that epoch | – |
  * | violation | worker: log and count; the handles stay quarantined | – |
  */
@@ -166,6 +186,8 @@ export type WorkerEffect =
   | { type: 'save'; key: RoomKey; places: UnitPlace[] }
   | { type: 'restore'; key: RoomKey; places: UnitPlace[] }
   | { type: 'forget'; key: RoomKey }
+  | ({ type: 'fetch'; key: RoomKey } & TierFetch)
+  | ({ type: 'stash'; key: RoomKey } & TierStash)
   | { type: 'report'; router: Epoch; message: WorkerToRouter }
   | { type: 'violation'; key: RoomKey; what: string };
 

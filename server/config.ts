@@ -51,6 +51,10 @@ export interface SchedulerLimits {
   readonly hostBytes: number;
   /** Adapter memory of a prefill worker for states from which cached prefixes go on; 0: nothing is cached. */
   readonly prefixCacheBytes: number;
+  /** Host memory of a prefill worker for copies of cached prefixes; 0: none. */
+  readonly prefixHostBytes: number;
+  /** URL of a Valkey or Redis server for such copies; null: none. */
+  readonly prefixStore: string | null;
 }
 
 /** The clocks of the hand-over, shortest first (protocol: "Liveness, progress, room, request"). */
@@ -571,6 +575,24 @@ export const OPTIONS = {
     max: 2 ** 24,
     default: 256,
     help: 'adapter memory for states from which cached prefixes of prompts go on, beside the KV pool; 0 caches none',
+    commands: ['all', 'prefill'],
+  },
+  prefixHostMemory: {
+    kind: 'integer',
+    value: 'N',
+    unit: 'MiB',
+    min: 0,
+    max: 2 ** 24,
+    default: 0,
+    help: 'host memory for copies of cached prefixes, which come back when the adapter has evicted them; 0 keeps none',
+    commands: ['all', 'prefill'],
+  },
+  prefixStore: {
+    kind: 'text',
+    value: 'URL',
+    default: null,
+    defaultText: 'none',
+    help: 'Valkey or Redis server for such copies, redis://HOST:PORT; slow or gone, it costs computation and no answer',
     commands: ['all', 'prefill'],
   },
   prefillChunkTokens: {
@@ -1386,6 +1408,8 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
     headroomTokens: settings.numReservedDecodeTokens,
     hostBytes: settings.retractionMemory * MIB,
     prefixCacheBytes: settings.prefixCacheMemory * MIB,
+    prefixHostBytes: settings.prefixHostMemory * MIB,
+    prefixStore: settings.prefixStore,
   };
   switch (command) {
     case 'all':

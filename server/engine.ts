@@ -74,6 +74,10 @@ export interface Engine {
   draftCounts(): DraftCounts;
   /** Bytes of the pages in order, then of the slot when it is given; each in memory of its own. */
   readUnits(pages: readonly PageId[], slot: number | null): Promise<Uint8Array[]>;
+  /** Bytes of a copy of a slot. */
+  readState(state: number): Promise<Uint8Array>;
+  /** Copy a slot into a state, ordered behind every earlier step and write. */
+  keepSlot(slot: number, state: number): void;
   /** Copy a unit into the cache, ordered before every later step. */
   writePage(page: PageId, bytes: Uint8Array): void;
   writeSlot(slot: number, bytes: Uint8Array): void;
@@ -177,6 +181,8 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     prefilledTokens: () => prefilledTokens,
     draftCounts: () => ({ ...counts }),
     readUnits: (pages, slot) => cache.readUnits({ pages: [...pages], slot }),
+    readState: (state) => cache.readState(state),
+    keepSlot: (slot, state) => cache.keepSlot(slot, state),
     writePage: (page, bytes) => cache.writePage(page, bytes),
     writeSlot: (slot, bytes) => cache.writeSlot(slot, bytes),
     close: () => device.close(),

@@ -93,6 +93,8 @@ export interface WorkerStats {
     readonly statesFree: number;
     readonly statesHeld: number;
   };
+  /** The tier below it; all 0 where there is none. */
+  readonly tier: { readonly heldBytes: number; readonly fetchedPages: number; readonly damaged: number };
   /** Tokens sampled by this worker. */
   readonly generatedTokensTotal: number;
   /** Rows that decode steps have run, those that had a draft, and those whose draft was right; all 0 on prefill. */
@@ -480,6 +482,27 @@ const METRICS = {
     type: 'counter',
     help: 'What the prefix cache gave up for want of room: page, state.',
     labels: ['kind'],
+    on: ['prefill'],
+  },
+  tierBytes: {
+    name: 'handoff_prefix_tier_bytes',
+    type: 'gauge',
+    help: 'Host memory that copies of cached prefixes hold.',
+    labels: [],
+    on: ['prefill'],
+  },
+  tierPages: {
+    name: 'handoff_prefix_tier_pages_total',
+    type: 'counter',
+    help: 'Pages that came back from host memory or the prefix store instead of being computed.',
+    labels: [],
+    on: ['prefill'],
+  },
+  tierDamaged: {
+    name: 'handoff_prefix_tier_damaged_total',
+    type: 'counter',
+    help: 'Copies of cached prefixes that were not whole, and not used.',
+    labels: [],
     on: ['prefill'],
   },
   hostBytes: {
@@ -896,6 +919,9 @@ function readWorker(
     metrics.prefixStates.set({ state: 'used' }, prefixes.statesHeld);
     setTotal(metrics.prefixEvictions, { kind: 'page' }, prefixes.evictedPages);
     setTotal(metrics.prefixEvictions, { kind: 'state' }, prefixes.evictedStates);
+    metrics.tierBytes.set(stats.tier.heldBytes);
+    setTotal(metrics.tierPages, {}, stats.tier.fetchedPages);
+    setTotal(metrics.tierDamaged, {}, stats.tier.damaged);
   } else {
     metrics.preallocQueue.set(queues.prealloc);
     metrics.transferQueue.set(queues.transfer);

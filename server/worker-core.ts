@@ -83,6 +83,8 @@ export interface CoreGauges {
   readonly prefixes: PrefixCounts & { readonly statesFree: number; readonly statesHeld: number };
 }
 
+const NO_TIER: WorkerStats['tier'] = { heldBytes: 0, fetchedPages: 0, damaged: 0 };
+
 /** Decode keeps no prefixes. */
 const NO_PREFIXES: CoreGauges['prefixes'] = {
   hits: 0,
@@ -122,6 +124,11 @@ function workerLimits({ config, engine, modelDigest }: CoreParts): WorkerLimits 
   };
 }
 
+/** True if a prefill worker keeps prefixes outside its adapter. */
+export function hasTier(limits: WorkerConfig['limits']): boolean {
+  return limits.prefixCacheBytes > 0 && (limits.prefixHostBytes > 0 || limits.prefixStore !== null);
+}
+
 /** The prefill role. */
 export function prefillCore(parts: CoreParts, self: Instance): Core {
   const { engine } = parts;
@@ -129,6 +136,7 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
     {
       ...workerLimits(parts),
       stateCount: engine.stateCount,
+      hasTier: hasTier(parts.config.limits),
       prefillChunkTokens: parts.config.limits.prefillChunkTokens,
       maxChunkBytes: CHUNK_BYTES,
       stagingBytes: STAGING_BYTES,
@@ -283,6 +291,7 @@ export function workerStats(
   gauges: CoreGauges,
   engine: Engine,
   totals: { sentBytes: number; receivedBytes: number; bootstrapFailures: number; transferFailures: number },
+  tier: WorkerStats['tier'] | null,
 ): WorkerStats {
   const { drops } = gauges;
   return {
@@ -299,6 +308,7 @@ export function workerStats(
     prefilledTokensTotal: engine.prefilledTokens(),
     cachedTokensTotal: gauges.prefixes.tokens,
     prefixes: gauges.prefixes,
+    tier: tier ?? NO_TIER,
     generatedTokensTotal: gauges.generatedTokensTotal,
     bootstrapFailuresTotal: totals.bootstrapFailures,
     transferFailuresTotal: totals.transferFailures,

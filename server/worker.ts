@@ -43,7 +43,9 @@ import { createPeerBook } from './operators/peer-book.ts';
 import { createRoomWatch } from './operators/room-watch.ts';
 import { QUICK_GRACE_MS, reportProgress, type RunningRole } from './supervisor.ts';
 import { createUnitDepot } from './unit-depot.ts';
-import { decodeCore, prefillCore, workerStats, type Core, type WorkerEvent } from './worker-core.ts';
+import { openPrefixStore } from './prefix-store.ts';
+import { createPrefixTier, type PrefixTier } from './prefix-tier.ts';
+import { decodeCore, hasTier, prefillCore, workerStats, type Core, type WorkerEvent } from './worker-core.ts';
 import { listenHttp, servePages } from './worker-http.ts';
 
 /** Deadlines and re-sends are judged this often. */
@@ -221,6 +223,7 @@ async function serve(service: Service): Promise<RunningRole> {
   // ---- the pure state
   const core: Core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
   const units = createUnitDepot(engine);
+  const tier = role === 'prefill' && hasTier(config.limits) ? openTier(service) : null;
   const submittedMs = new Map<RoomKey, number>();
   const moving = new Set<RoomKey>();
   const totals = { sentBytes: 0, receivedBytes: 0, bootstrapFailures: 0, transferFailures: 0 };
@@ -230,7 +233,7 @@ async function serve(service: Service): Promise<RunningRole> {
     adapter: service.adapterName,
     pageTokens: engine.config.pageTokens,
     build: service.build,
-    stats: () => workerStats(core.gauges(), engine, totals),
+    stats: () => workerStats(core.gauges(), engine, totals, tier?.stats() ?? null),
     sights: () => sights(now()),
   });
 
@@ -428,6 +431,16 @@ async function serve(service: Service): Promise<RunningRole> {
       case 'forget':
         units.forget(effect.key);
         break;
+      case 'fetch': {
+        const { type: _, key, ...where } = effect;
+        tier!.fetch(where).then((tokenCount) => post({ type: 'fetched', key, tokenCount, nowMs: now() }), die);
+        break;
+      }
+      case 'stash': {
+        const { type: _, key, ...what } = effect;
+        tier!.stash(what).then(() => post({ type: 'stashed', key, nowMs: now() }), die);
+        break;
+      }
       case 'report': {
         const { router, message } = effect;
         if (message.type === 'end') noteEnd(message.key, message);
@@ -500,6 +513,7 @@ async function serve(service: Service): Promise<RunningRole> {
     flush() {
       const { cached } = core.gauges().pages;
       post({ type: 'flush', nowMs: now() });
+      tier?.clear();
       return cached;
     },
   });
@@ -523,9 +537,21 @@ async function serve(service: Service): Promise<RunningRole> {
       http.close();
       http.closeAllConnections();
       metrics.close();
+      tier?.close();
       engine.close();
     },
   };
+}
+
+/** The prefix tier of a prefill worker. */
+function openTier({ config, engine, modelDigest, log }: Service): PrefixTier {
+  const { prefixHostBytes: limitBytes, prefixStore } = config.limits;
+  const identity = JSON.stringify({ modelDigest, layout: engine.layout });
+  const store =
+    prefixStore === null
+      ? null
+      : openPrefixStore(prefixStore, (kind, detail) => log.warn({ kind, detail }, 'the prefix store does not answer'));
+  return createPrefixTier(engine, { identity, limitBytes, store });
 }
 
 function transferAddresses(config: WorkerConfig): { address: string; dataAddress: string } {

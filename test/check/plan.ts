@@ -135,6 +135,7 @@ export function prefillLimitsOf(plan: Plan): PrefillLimits {
     maxRooms: plan.maxRooms,
     prefillChunkTokens: plan.prefillChunkTokens,
     stateCount: plan.stateCount,
+    hasTier: false,
     maxChunkBytes: 1,
     stagingBytes: 4,
   });

@@ -173,6 +173,7 @@ export const mustSee: readonly string[] = [
   'cached prefix',
   'cached prefix, computed at once',
   'cached page evicted',
+  'prefix from the tier',
   'cached state evicted',
   'cached page read by two rooms',
   'page read after it left the cache',

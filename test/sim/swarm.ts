@@ -111,6 +111,7 @@ export function drawPlan(seed: number, random: () => number): Plan {
     slotCount: buggify() ? 1 : between(2, 4),
     prefillChunkTokens: pageTokens * between(1, 4),
     stateCount: chance(0.25) ? 0 : between(1, 12),
+    hasTier: chance(0.4),
     maxChunkBytes: buggify() ? 1 : largestUnit * between(1, 3),
     stagingBytes: buggify() ? 1 : largestUnit * between(1, 4),
   };

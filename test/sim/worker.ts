@@ -117,6 +117,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
 
   const staging = new Map<string, Uint8Array>();
   const copies = new Map<RoomKey, Uint8Array[]>();
+  const tier = new Map<string, Uint8Array>();
   const pending = { reads: 0, writes: 0, moves: 0 };
   /** By peer: bytes of units that are being written. */
   const writingBytes = new Map<Epoch, number>();
@@ -323,6 +324,12 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
           () => `${host.name} forgets a copy of ${effect.key} that it does not have`,
         );
         break;
+      case 'fetch':
+        fetchTier(effect);
+        break;
+      case 'stash':
+        stashTier(effect);
+        break;
       case 'report': {
         const { router, message } = effect;
         if (message.type === 'end') {
@@ -402,6 +409,53 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       pending.moves--;
       act();
     });
+  }
+
+  // ---- the tier: what it has is right, but it may have lost anything, or be late
+  function stashTier({ key, tokens, pages, states }: Extract<WorkerEffect, { type: 'stash' }>): void {
+    const check = guard(
+      pages.map(({ page }) => ({ kind: 'page', page }) as const),
+      `a copy of ${key}`,
+    );
+    pending.moves++;
+    later(plan.engine.readMs, () => {
+      check();
+      pending.moves--;
+      for (const { index, page } of pages) {
+        tier.set(`${tierName(tokens, index)} page`, bytesAt(memory, { kind: 'page', page }).slice());
+      }
+      for (const { index, state: held } of states) {
+        tier.set(`${tierName(tokens, index)} state`, slotBytes(memory.states, held).slice());
+      }
+      for (const name of tier.keys()) if (random() < 0.05) tier.delete(name);
+      step({ type: 'stashed', key, nowMs: now() });
+    });
+  }
+
+  function fetchTier({ key, tokens, from, pages, slot, keep }: Extract<WorkerEffect, { type: 'fetch' }>): void {
+    const check = guard([{ kind: 'slot', slot }, ...pages.map((page) => ({ kind: 'page', page }) as const)], 'a fetch');
+    pending.moves++;
+    later(plan.engine.readMs, () => {
+      check();
+      pending.moves--;
+      let end = from;
+      while (end < pages.length && tier.has(`${tierName(tokens, end)} page`)) end++;
+      while (end > from && !tier.has(`${tierName(tokens, end - 1)} state`)) end--;
+      checkOwn(key, pages, from * limits.pageTokens, end * limits.pageTokens);
+      for (let index = from; index < end; index++) {
+        bytesAt(memory, { kind: 'page', page: pages[index]! }).set(tier.get(`${tierName(tokens, index)} page`)!);
+      }
+      if (end > from) {
+        coverage.saw('prefix from the tier');
+        memory.slots.set(tier.get(`${tierName(tokens, end - 1)} state`)!, slot * SLOT_BYTES);
+        if (keep !== null) memory.states.set(slotBytes(memory.slots, slot), keep * SLOT_BYTES);
+      }
+      step({ type: 'fetched', key, tokenCount: end * limits.pageTokens, nowMs: now() });
+    });
+  }
+
+  function tierName(tokens: Uint32Array, index: number): string {
+    return tokens.slice(0, (index + 1) * limits.pageTokens).join();
   }
 
   function startStep(): void {

@@ -37,6 +37,7 @@ const SHARED = {
 export const PREFILL_LIMITS: PrefillLimits = {
   ...SHARED,
   stateCount: 0,
+  hasTier: false,
   prefillChunkTokens: 256,
   maxChunkBytes: 1000,
   stagingBytes: 1000,
@@ -101,6 +102,8 @@ export function shorten(effects: readonly WorkerEffect[]): string[] {
       case 'save':
       case 'restore':
         return `${effect.type}:${effect.places.length}`;
+      case 'fetch':
+      case 'stash':
       case 'connect':
       case 'discard':
       case 'forget':

@@ -29,7 +29,7 @@ const floorPlan: Record<string, FolderRule> = {
   scheduler: { ours: ['transfer'], outside: ['node:assert'] },
   server: {
     ours: ['kernels', 'model', 'transfer', 'scheduler'],
-    outside: ['fastify', 'pino', 'prom-client', 'zeromq', 'ajv', 'webgpu', 'node:*'],
+    outside: ['fastify', 'pino', 'prom-client', '@redis/client', 'zeromq', 'ajv', 'webgpu', 'node:*'],
   },
   scripts: { ours: ['kernels', 'model', 'transfer', 'scheduler', 'server', 'test'], outside: ['*'] },
   test: { ours: ['kernels', 'model', 'transfer', 'scheduler', 'server', 'scripts'], outside: ['*'] },

@@ -301,3 +301,49 @@ test('without states nothing is cached, and no step is cut for it', () => {
   assert.deepEqual(serve(state, 1, promptOf(200, 0)), ['1:0-200']);
   assert.equal(statsPrefill(state).pagesFree, 20);
 });
+
+test('the tier is asked before anything is computed, and what it brings is published and read like the rest', () => {
+  const state = create({ hasTier: true });
+  ask(state, 0, promptOf(300, 100));
+  const { pages, slot } = state.live.get(keyOf(0))?.lease ?? { pages: [], slot: -1 };
+  assert.deepEqual(state.live.get(keyOf(0))?.fetching, { keep: 0 });
+  assert.equal(nextPrefillBatch(state), null);
+  step(state, { type: 'fetched', key: keyOf(0), tokenCount: 256, nowMs: 1 });
+  assert.deepEqual([...state.cache.pages.keys()], pages.slice(0, 2).toReversed());
+  const [chunk] = nextPrefillBatch(state)?.chunks ?? [];
+  assert.deepEqual([chunk?.start, chunk?.slot, chunk?.resume], [256, slot, null], 'its slot has the state');
+});
+
+test('a tier that brings nothing costs nothing, and one whose room was stopped leaves nothing', () => {
+  const state = create({ hasTier: true });
+  ask(state, 0, promptOf(300, 100));
+  step(state, { type: 'fetched', key: keyOf(0), tokenCount: 0, nowMs: 1 });
+  assert.deepEqual(compute(state).steps[0], ['0:0-256']);
+  cancel(state, 0);
+  ask(state, 1, promptOf(300, 100));
+  cancel(state, 1);
+  assert.equal(statsPrefill(state).unwinding, 1, 'its pages may still be written');
+  step(state, { type: 'fetched', key: keyOf(1), tokenCount: 256, nowMs: 1 });
+  const { rooms, pagesFree, statesFree } = statsPrefill(state);
+  assert.deepEqual({ rooms, pagesFree, statesFree }, { rooms: 0, pagesFree: 20, statesFree: 8 });
+});
+
+test('what a room has verified is copied to the tier once, and not evicted meanwhile', () => {
+  const state = create({ hasTier: true, pageCount: 5 });
+  const handOver = (sequence: number, prompt: Uint32Array): WorkerEffect[] => {
+    ask(state, sequence, prompt);
+    if (state.live.get(keyOf(sequence))?.fetching != null) {
+      step(state, { type: 'fetched', key: keyOf(sequence), tokenCount: 0, nowMs: 1 });
+    }
+    compute(state);
+    return fromPeer(state, sequence, { type: 'DONE' }).filter(({ type }) => type === 'stash');
+  };
+  const [stash] = handOver(0, promptOf(300, 0));
+  assert.ok(stash?.type === 'stash');
+  assert.deepEqual([stash.pages.map(({ index }) => index), stash.states.map(({ index }) => index)], [[0, 1], [1]]);
+  assert.deepEqual(handOver(1, promptOf(300, 0)), [], 'it has been given all of it');
+  ask(state, 2, promptOf(0, 500, 2));
+  assert.equal(statsPrefill(state).waiting, 1, 'two pages are being read');
+  step(state, { type: 'stashed', key: keyOf(0), nowMs: 1 });
+  assert.equal(statsPrefill(state).waiting, 0);
+});

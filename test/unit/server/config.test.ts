@@ -53,6 +53,8 @@ test('without flags each role has its documented defaults', () => {
     headroomTokens: 128,
     hostBytes: 2 ** 30,
     prefixCacheBytes: 2 ** 28,
+    prefixHostBytes: 0,
+    prefixStore: null,
   });
   assert.deepEqual(decode.deadlines, {
     heartbeatMs: 1000,

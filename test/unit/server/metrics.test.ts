@@ -29,6 +29,7 @@ const idle: WorkerStats = {
   drafts: { rows: 0, drafts: 0, rightDrafts: 0 },
   prefilledTokensTotal: 0,
   cachedTokensTotal: 0,
+  tier: { heldBytes: 0, fetchedPages: 0, damaged: 0 },
   prefixes: { hits: 0, misses: 0, evictedPages: 0, evictedStates: 0, statesFree: 0, statesHeld: 0 },
   generatedTokensTotal: 0,
   bootstrapFailuresTotal: 0,
