@@ -141,6 +141,13 @@ const MAX_ATTEMPTS = 3;
 /** How long a next attempt waits for a pair: a supervised worker is back within this. */
 const CHOOSE_MS = 5000;
 
+/**
+ * Clients that left: so many rooms are cancelled at once, and so many a second when more leave together. To unwind
+ * hundreds in one go would take the processors from the streams of those who stay.
+ */
+const LEAVE_AT_ONCE = 32;
+const LEAVE_PER_SECOND = 400;
+
 interface Entry {
   readonly requestId: string;
   readonly sequence: number;
@@ -158,6 +165,9 @@ export function createRooms(options: RoomsOptions): RoomDriver {
   const { links, now } = options;
   const entries = new Map<RoomId, Entry>();
   const watch = createRoomWatch();
+  /** Rooms without a client, to be cancelled in their turn. */
+  const leaving: Entry[] = [];
+  const leave = { allowance: LEAVE_AT_ONCE, atMs: 0 };
   let nextSequence = 0;
   let whenEmpty: (() => void) | null = null;
 
@@ -221,6 +231,16 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       lifeMs: now() - entry.startedMs,
     });
     if (entries.size === 0) whenEmpty?.();
+  }
+
+  function cancelLeaving(): void {
+    const nowMs = now();
+    const earned = ((nowMs - leave.atMs) / 1000) * LEAVE_PER_SECOND;
+    leave.allowance = Math.min(LEAVE_AT_ONCE, leave.allowance + earned);
+    leave.atMs = nowMs;
+    for (; leave.allowance >= 1 && leaving.length > 0; leave.allowance--) {
+      step(leaving.shift()!, { type: 'client_lost', nowMs });
+    }
   }
 
   function halvesOf(epoch: Epoch): Set<RoomKey> | undefined {
@@ -314,9 +334,12 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       return {
         cancel(reason) {
           if (room.phase === 'ended') return;
-          const nowMs = now();
-          if (reason === 'client_lost') step(entry, { type: 'client_lost', nowMs });
-          else step(entry, { type: 'client_cancel', finish: reason === 'stop_string' ? 'stop' : null, nowMs });
+          if (reason === 'client_lost') {
+            leaving.push(entry);
+            cancelLeaving();
+          } else {
+            step(entry, { type: 'client_cancel', finish: reason === 'stop_string' ? 'stop' : null, nowMs: now() });
+          }
         },
       };
     },
@@ -329,6 +352,7 @@ export function createRooms(options: RoomsOptions): RoomDriver {
       for (const entry of [...entries.values()]) step(entry, { type: event.type, epoch: event.epoch, nowMs: now() });
     },
     tick() {
+      cancelLeaving();
       for (const entry of [...entries.values()]) {
         step(entry, { type: 'tick', nowMs: now() });
         choose(entry);

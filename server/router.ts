@@ -103,7 +103,8 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
       send: (worker, message) => void connector.send(worker, 'control', message),
     },
     onAborted: (reason, phase) => metrics.aborted(reason, phase),
-    onClosed: (room) => log.info(room, 'room closed'),
+    // Every request has its line; a room has one of its own where there is more to tell.
+    onClosed: (room) => log[room.attempts > 1 ? 'info' : 'debug'](room, 'room closed'),
   });
   const metrics = createRouterMetrics({
     modelName: modelName(config),

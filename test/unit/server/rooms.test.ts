@@ -109,6 +109,28 @@ test('a room whose only decode worker died waits for the next life of it, and is
   );
 });
 
+test('of clients that leave together thirty-two are cancelled at once and four hundred a second after', () => {
+  const bench = createBench();
+  const handles = Array.from({ length: 100 }, () => start(bench));
+  // By key: what is not answered is sent again.
+  const cancels = (): number =>
+    new Set(bench.sent.flatMap(({ message }) => (message.type === 'cancel' ? [message.key] : []))).size;
+  for (const handle of handles) handle.cancel('client_lost');
+  assert.equal(cancels(), 32);
+  for (const [nowMs, expected] of [
+    [50, 52],
+    [100, 72],
+    [170, 100],
+    [200, 100],
+  ] as const) {
+    bench.nowMs = nowMs;
+    bench.rooms.tick();
+    assert.equal(cancels(), expected, `after ${nowMs} ms`);
+  }
+  assert.deepEqual(new Set(bench.aborted), new Set(['client_lost queued']));
+  assert.equal(bench.aborted.length, 100, 'each once');
+});
+
 test('a room for which no worker comes back ends with an explicit error after five seconds', () => {
   const bench = createBench();
   start(bench);
