@@ -42,6 +42,8 @@ function standardError(onCaughtUp: (dropped: number) => void): DestinationStream
   let triesLeft = Infinity;
   // Before the destination's own listener, which writes what is left.
   process.once('exit', () => (triesLeft = LAST_TRIES));
+  // Node makes the pipe non-blocking when it opens the stream. A blocking one would hold the process at exit, for ever.
+  void process.stderr;
   const stream = pino.destination({
     fd: 2,
     sync: false,

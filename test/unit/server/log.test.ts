@@ -46,31 +46,35 @@ test('lines below the level are dropped, errors keep their stack and cause', () 
   assert.match(stack, /log\.test\.ts/);
 });
 
-test('a reader that stops reading holds up neither the process nor its end, and is told what it missed', async (t) => {
-  const program = new URL('../../support/fake-logger.ts', import.meta.url);
-  const child = fork(program, { execArgv: ['--import', 'tsx'], stdio: ['ignore', 'ignore', 'pipe', 'ipc'] });
-  t.after(() => {
-    child.kill('SIGKILL');
-    child.stderr!.destroy();
-  });
-  const [report] = (await once(child, 'message')) as [{ longestMs: number; bytes: number }];
-  assert.ok(report.bytes > 16 << 20, 'more was logged than any pipe and the backlog hold');
-  // Without a pause: one write that waits for its reader would take for ever.
-  assert.ok(report.longestMs < 2000, `one line took ${report.longestMs} ms`);
-
-  let text = '';
-  const toldWhatItMissed = new Promise<void>((resolve) => {
-    child.stderr!.setEncoding('utf8').on('data', (piece: string) => {
-      text += piece;
-      if (/"lines":\d+,"msg":"log lines were dropped[^\n]*\n/.test(text.slice(-2000))) resolve();
+test(
+  'a reader that stops reading holds up neither the process nor its end, and is told what it missed',
+  { timeout: 60_000 },
+  async (t) => {
+    const program = new URL('../../support/fake-logger.ts', import.meta.url);
+    const child = fork(program, { execArgv: ['--import', 'tsx'], stdio: ['ignore', 'ignore', 'pipe', 'ipc'] });
+    t.after(() => {
+      child.kill('SIGKILL');
+      child.stderr!.destroy();
     });
-  });
-  await toldWhatItMissed;
-  const broken = text.split('\n').filter((line) => line !== '' && !/^\{"level".*\}$/.test(line)).length;
-  assert.equal(broken, 0, 'every line is whole');
+    const [report] = (await once(child, 'message')) as [{ longestMs: number; bytes: number }];
+    assert.ok(report.bytes > 16 << 20, 'more was logged than any pipe and the backlog hold');
+    // Without a pause: one write that waits for its reader would take for ever.
+    assert.ok(report.longestMs < 2000, `one line took ${report.longestMs} ms`);
 
-  child.stderr!.pause();
-  const ended = once(child, 'exit');
-  child.send('end');
-  assert.equal((await ended)[0], 0);
-});
+    let text = '';
+    const toldWhatItMissed = new Promise<void>((resolve) => {
+      child.stderr!.setEncoding('utf8').on('data', (piece: string) => {
+        text += piece;
+        if (/"lines":\d+,"msg":"log lines were dropped[^\n]*\n/.test(text.slice(-2000))) resolve();
+      });
+    });
+    await toldWhatItMissed;
+    const broken = text.split('\n').filter((line) => line !== '' && !/^\{"level".*\}$/.test(line)).length;
+    assert.equal(broken, 0, 'every line is whole');
+
+    child.stderr!.pause();
+    const ended = once(child, 'exit');
+    child.send('end');
+    assert.equal((await ended)[0], 0);
+  },
+);
