@@ -104,9 +104,8 @@ export interface AllConfig extends Common, Listening {
   readonly prefillPort: number;
   readonly decodePort: number;
   readonly adapter: string | null;
-  /** Handed to the children as variables, because anybody may read the arguments of a process. */
-  readonly adminKey: string | null;
-  readonly apiKeys: readonly string[];
+  /** Keys and passwords for the children, by variable: anybody may read the arguments of a process. */
+  readonly childEnvironment: Readonly<Record<string, string>>;
   /** What SIGTERM leaves to running requests. */
   readonly drainMs: number;
   /** Flags that each child gets as they are: everything `all` shares with that role. */
@@ -323,6 +322,8 @@ interface Row {
   readonly environment?: false;
   /** False: `all` has it for itself and does not pass it on. */
   readonly inherited?: false;
+  /** Children get it as a variable. */
+  readonly secret?: true;
 }
 
 /** The table. Order is the order of help and docs. */
@@ -594,6 +595,7 @@ export const OPTIONS = {
     defaultText: 'none',
     help: 'Valkey or Redis server for such copies, redis://HOST:PORT; slow or gone, it costs computation and no answer',
     commands: ['all', 'prefill'],
+    secret: true, // it may have a password in it
   },
   prefillChunkTokens: {
     kind: 'integer',
@@ -861,7 +863,7 @@ export const OPTIONS = {
     defaultText: 'none: everybody may send requests',
     help: 'key that requests must show; repeat for more; better given as a variable (environment: separated by commas)',
     commands: ['all', 'router'],
-    inherited: false,
+    secret: true,
   },
   keyMaxRequests: {
     kind: 'integer',
@@ -890,7 +892,7 @@ export const OPTIONS = {
     defaultText: 'none: clients on the same machine only',
     help: 'key of the pages and requests for operators, the same on all processes; better given as a variable',
     commands: [...ROLES, 'doctor'],
-    inherited: false,
+    secret: true,
   },
   logLevel: {
     kind: 'text',
@@ -1422,8 +1424,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillPort: settings.prefillPort,
         decodePort: settings.decodePort,
         adapter: settings.adapter,
-        adminKey: settings.adminKey,
-        apiKeys: settings.apiKey ?? [],
+        childEnvironment: childEnvironment(settings),
         drainMs: settings.drainGrace,
         childFlags: {
           router: childFlags('router', settings),
@@ -1531,12 +1532,22 @@ function childFlags(role: 'router' | WorkerRole, settings: Settings): string[] {
   const flags: string[] = [];
   for (const [key, row] of ROWS) {
     const value = settings[key];
-    if (row.inherited === false || value === null || value === false) continue;
+    if (row.inherited === false || row.secret === true || value === null || value === false) continue;
     if (!row.commands.includes('all') || !row.commands.includes(role)) continue;
     if (row.kind === 'switch') flags.push(flagOf(key));
     else for (const each of [value].flat()) flags.push(`${flagOf(key)}=${textOf(row.kind, each)}`);
   }
   return flags;
+}
+
+/** What children must not show in their command lines, by variable. */
+function childEnvironment(settings: Settings): Record<string, string> {
+  const environment: Record<string, string> = {};
+  for (const [key, row] of ROWS) {
+    const value = settings[key];
+    if (row.secret === true && value !== null) environment[environmentNameOf(key)!] = [value].flat().join(',');
+  }
+  return environment;
 }
 
 /** A value as a flag takes it. */

@@ -7,7 +7,7 @@
  */
 import { setTimeout as pause } from 'node:timers/promises';
 import { AdapterError, describeAdapter, setUpAdapter } from './adapter/adapter.ts';
-import { ConfigError, environmentNameOf, flagOf, resolveConfig } from './config.ts';
+import { ConfigError, flagOf, resolveConfig } from './config.ts';
 import type { AllConfig, RouterConfig, WorkerConfig } from './config.ts';
 import { createLogger } from './log.ts';
 import { SupervisorError, createSupervisor, createTerminal, describeCluster, serveRole } from './supervisor.ts';
@@ -84,11 +84,7 @@ async function runAll(config: AllConfig): Promise<void> {
   const terminal = createTerminal(process.stderr);
   const adapter = await setUpAdapter({ wanted: config.adapter, say: (line) => terminal.line(line) });
   const supervisor = createSupervisor(config, {
-    environment: {
-      ...adapter.environment,
-      ...(config.adminKey === null ? {} : { [environmentNameOf('adminKey')!]: config.adminKey }),
-      ...(config.apiKeys.length === 0 ? {} : { [environmentNameOf('apiKey')!]: config.apiKeys.join(',') }),
-    },
+    environment: { ...adapter.environment, ...config.childEnvironment },
     softwareAdapter: adapter.kind !== 'hardware',
     log,
     terminal,

@@ -278,6 +278,24 @@ test('all passes on what it shares with a role, and nothing else', () => {
   }
 });
 
+test('all hands keys and passwords on as variables, which a process does not show as it does its arguments', () => {
+  const { childFlags, childEnvironment } = resolveConfig(
+    [
+      'all',
+      '--api-key=open',
+      '--api-key=sesame',
+      '--admin-key=sesame',
+      '--prefix-store=redis://:sesame@127.0.0.1:6379',
+    ],
+    {},
+  ) as AllConfig;
+  assert.ok(!JSON.stringify(childFlags).includes('sesame'));
+  const router = resolveConfig(['router', ...workers], childEnvironment) as RouterConfig;
+  assert.deepEqual([router.api.keys, router.adminKey], [['open', 'sesame'], 'sesame']);
+  const prefill = resolveConfig(['prefill'], childEnvironment) as WorkerConfig;
+  assert.deepEqual([prefill.adminKey, prefill.limits.prefixStore], ['sesame', 'redis://:sesame@127.0.0.1:6379']);
+});
+
 test('inspect takes a directory, and plans with the sizes of a worker', () => {
   const config = resolveConfig(['inspect', 'model/nano', '--memory', '24GiB', '--json'], {
     HANDOFF_PAGE_TOKENS: '256',
