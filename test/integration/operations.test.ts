@@ -4,7 +4,7 @@ import { createServer } from 'node:http';
 import { once } from 'node:events';
 import { test } from 'node:test';
 import { readMetrics, startCluster, startHandoff, sumOf, type Cluster } from '../support/cluster.ts';
-import { ensurePromtool, lintMetrics } from '../support/promtool.ts';
+import { ensurePromtool, lintMetrics } from '../support/programs.ts';
 import { complete } from '../support/stream.ts';
 
 test('a running cluster', async (t) => {
@@ -13,7 +13,7 @@ test('a running cluster', async (t) => {
     await complete(cluster.url, cluster.model, { prompt: [0, 40, 41], maxTokens: 3, ignoreEos: true });
 
     await t.test('/metrics is clean for promtool', (t) => {
-      if (!ensurePromtool()) return t.skip('promtool is not installed and cannot be (needs root and apt)');
+      if (ensurePromtool() === null) return t.skip('promtool is not installed and cannot be (needs root and apt)');
       return fetch(`${cluster.url}/metrics`)
         .then((response) => response.text())
         .then((page) => assert.equal(lintMetrics(page), ''));
