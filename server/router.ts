@@ -86,6 +86,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     fields: { model: modelDigest },
     heartbeatMs: config.deadlines.heartbeatMs,
     leaseMs: config.deadlines.leaseMs,
+    dataSilenceMs: config.deadlines.stallMs,
     maxQueuedMessages: QUEUED_MESSAGES,
     maxQueuedBytes: QUEUED_BYTES,
     maxPayloadBytes: MAX_PAYLOAD_BYTES,

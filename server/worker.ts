@@ -139,6 +139,7 @@ async function serve(service: Service): Promise<RunningRole> {
     fields,
     heartbeatMs: config.deadlines.heartbeatMs,
     leaseMs: config.deadlines.leaseMs,
+    dataSilenceMs: config.deadlines.stallMs,
     maxQueuedMessages: QUEUED_MESSAGES,
     maxQueuedBytes: QUEUED_BYTES,
     maxPayloadBytes: MAX_PAYLOAD_BYTES,

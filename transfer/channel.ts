@@ -74,6 +74,11 @@ export interface ChannelOptions {
   heartbeatMs: number;
   /** Silence that ends a link: 10 s. */
   leaseMs: number;
+  /**
+   * Silence that ends a connection for data, which the next one replaces: 15 s. libzmq hears whole frames only, so it is
+   * as long as the slowest frame may take.
+   */
+  dataSilenceMs: number;
   /** Bounds of one peer's queue on one socket. */
   maxQueuedMessages: number;
   maxQueuedBytes: number;
@@ -313,7 +318,7 @@ function socketOptions(options: ChannelOptions, kind: SocketKind): Record<string
     receiveHighWaterMark: 10_000,
     maxMessageSize: kind === 'control' ? MAX_CONTROL_BYTES : options.maxPayloadBytes + MAX_HEADER_BYTES,
     heartbeatInterval: options.heartbeatMs,
-    heartbeatTimeout: options.leaseMs,
+    heartbeatTimeout: kind === 'control' ? options.leaseMs : options.dataSilenceMs,
     // Heartbeats do not see a stopped peer behind a full pipe; this does.
     tcpMaxRetransmitTimeout: options.leaseMs,
   };

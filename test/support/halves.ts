@@ -28,6 +28,7 @@ const SHARED = {
   strictLedger: true,
   modelDigest: 'm',
   leaseMs: 10_000,
+  dataSilenceMs: 10_000,
   stallMs: 15_000,
   roomMs: 60_000,
   resendMinMs: 100,

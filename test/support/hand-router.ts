@@ -49,6 +49,7 @@ export async function openHandRouter(addresses: { prefill: string; decode: strin
     fields: { model: modelDigest },
     heartbeatMs: 1000,
     leaseMs: 10_000,
+    dataSilenceMs: 10_000,
     maxQueuedMessages: 10_000,
     maxQueuedBytes: 1 << 26,
     maxPayloadBytes: 0,

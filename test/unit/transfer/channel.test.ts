@@ -64,6 +64,7 @@ function optionsFor(name: string, epoch: Epoch, inbox: Inbox, extra: Partial<Cha
     fields: { model: 'ghost', page_tokens: '128' },
     heartbeatMs: 50,
     leaseMs: 2000,
+    dataSilenceMs: 2000,
     maxQueuedMessages: 100,
     maxQueuedBytes: 1 << 20,
     maxPayloadBytes: 1 << 20,

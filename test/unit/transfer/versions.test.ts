@@ -17,6 +17,7 @@ test('a HELLO of another protocol version is refused with both versions', { time
       fields: {},
       heartbeatMs: 1000,
       leaseMs: 10_000,
+      dataSilenceMs: 10_000,
       maxQueuedMessages: 100,
       maxQueuedBytes: 1 << 20,
       maxPayloadBytes: 1 << 20,
