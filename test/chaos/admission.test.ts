@@ -88,7 +88,7 @@ test(`seed ${SEED}: A-01: a key that is used twice costs nothing but the second 
     const chosen = { ...request, extra: { rid: 'twice', bootstrap_room: 7, bootstrap_host: '169.254.169.254' } };
     const told = await Promise.all([ask(cluster, chosen, false), ask(cluster, chosen, true)]);
     // The router refuses an id that is in use; the request that has it is not touched.
-    assert.deepEqual(told.map(({ status }) => status).toSorted(), [200, 400]);
+    assert.deepEqual(new Set(told.map(({ status }) => status)), new Set([200, 400]));
     assert.deepEqual(told.find(({ status }) => status === 200)?.finishReasons, ['length']);
     assert.deepEqual(await ask(cluster, chosen, false), { status: 200, code: null, finishReasons: ['length'] });
     assert.equal((await ask(cluster, { ...request, extra: { n: 1000 } }, false)).status, 400);

@@ -164,23 +164,27 @@ test(`seed ${SEED}: 200 rounds of cut streams leave pages, rooms and descriptors
     return read('process_resident_memory_bytes');
   };
   let fds: number[] = [];
-  let residentBytes: number[] = [];
+  // Nine rounds around the twentieth, and the last nine: V8 gives memory back when it likes, so one reading is off by
+  // some per cent of a process as small as the router.
+  const early: number[][] = [];
+  const late: number[][] = [];
   for (let round = 1; round <= 200; round++) {
     const streams = Array.from({ length: 4 }, () => open(10 + Math.floor(random() * 150)));
     await streams[round % streams.length]!.firstText;
     for (const stream of streams) stream.cut();
     await untilQuiet(2000);
-    if (round === 20) {
-      fds = await read('process_open_fds');
-      residentBytes = await readCollected();
-    }
+    if (round === 20) fds = await read('process_open_fds');
+    if (round >= 16 && round <= 24) early.push(await readCollected());
+    if (round > 191) late.push(await readCollected());
   }
   // Sockets to clients close a moment after their requests; the count must come back, not merely stay bounded.
   await untilMetrics(everyProcess, 5000, (samples) =>
     processes.every((role, index) => sumOf(samples, 'process_open_fds', { engine_type: role }) <= fds[index]!),
   );
-  const grown = (await readCollected()).map((bytes, index) => bytes / residentBytes[index]!);
-  for (const [index, ratio] of grown.entries()) {
-    assert.ok(ratio <= 1.05, `${processes[index]} grew by ${((ratio - 1) * 100).toFixed(1)} % from round 20 to 200`);
+  const median = (readings: readonly number[][], index: number): number =>
+    readings.map((reading) => reading[index]!).toSorted((a, b) => a - b)[readings.length >> 1]!;
+  for (const [index, role] of processes.entries()) {
+    const ratio = median(late, index) / median(early, index);
+    assert.ok(ratio <= 1.05, `${role} grew by ${((ratio - 1) * 100).toFixed(1)} % from round 20 to 200`);
   }
 });
