@@ -51,7 +51,8 @@ process.once('exit', () => {
 });
 
 process.exitCode = await main();
-// The channel to who started this would keep it alive.
+// The channel to who started this would keep it alive; that it ends now is no reason to fail.
+process.removeAllListeners('disconnect');
 if (process.connected) process.disconnect();
 
 async function main(): Promise<number> {
