@@ -74,6 +74,7 @@ test(
   LIMIT,
   async (t) => {
     const server = ensureStoreServer();
+    // Without root and apt there is no real server to stop and kill, and a fake would show nothing; CI has both.
     if (server === null) return t.skip('neither valkey-server nor redis-server is there or can be installed');
     const port = await freePort();
     let store = await startStore(server, port);
