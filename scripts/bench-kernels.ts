@@ -16,6 +16,7 @@ import { Recorder } from '../kernels/kernel.ts';
 import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
 import { rateCases } from './adapter-rates.ts';
 import { createMaterial, geometries, kernelCases, type Material, type Work } from './kernel-cases.ts';
+import { positive, refuse, say } from './command-line.ts';
 
 const usage = `bench-kernels [--geometry ${Object.keys(geometries).join('|')}] [--rows 1,64,512] [--context N]
               [--kernel NAME[,NAME]] [--rounds N] [--adapter NAME]
@@ -85,21 +86,6 @@ function parseOptions() {
     rounds: positive('--rounds', values.rounds),
     adapter: values.adapter ?? process.env['HANDOFF_ADAPTER'],
   };
-}
-
-function positive(option: string, text: string): number {
-  const value = Number(text);
-  if (!Number.isSafeInteger(value) || value < 1) refuse(`${option}: expected a positive whole number, found "${text}"`);
-  return value;
-}
-
-function refuse(problem: string): never {
-  process.stderr.write(`bench-kernels: ${problem}\n`);
-  process.exit(2);
-}
-
-function say(line: string): void {
-  process.stderr.write(`${line}\n`);
 }
 
 /** Time one case: warm up, find out how many calls fill a round, then `rounds` submits of that many calls each. */

@@ -27,6 +27,7 @@ import { createPrng } from '../test/support/prng.ts';
 import { surroundings } from './measurement.ts';
 import { recallFacts, type RecallFact } from './recall-prompts.ts';
 import { recallTable, replaceTable, type RecallLine, type Selection } from './recall-table.ts';
+import { positive, refuse, say } from './command-line.ts';
 
 const usage = `bench-recall [--contexts 256,512,...] [--texts N] [--questions N] [--seed N] [--adapter NAME] [--write]
 
@@ -72,21 +73,6 @@ function parseOptions() {
     adapter: values.adapter ?? process.env['HANDOFF_ADAPTER'],
     write: values.write,
   };
-}
-
-function positive(option: string, text: string): number {
-  const value = Number(text);
-  if (!Number.isSafeInteger(value) || value < 1) refuse(`${option}: expected a positive whole number, found "${text}"`);
-  return value;
-}
-
-function refuse(problem: string): never {
-  process.stderr.write(`bench-recall: ${problem}\n`);
-  process.exit(2);
-}
-
-function say(line: string): void {
-  process.stderr.write(`${line}\n`);
 }
 
 // ------------------------------------------------------------------------------------------------------------- texts

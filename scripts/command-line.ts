@@ -21,3 +21,21 @@ export function parseCommandLine<T extends ParseArgsConfig>(help: string, config
     process.exit(2);
   }
 }
+
+/** The value of an option that counts something; ends the process with a line about a wrong one. */
+export function positive(option: string, text: string): number {
+  const value = Number(text);
+  if (!Number.isSafeInteger(value) || value < 1) refuse(`${option}: expected a positive whole number, found "${text}"`);
+  return value;
+}
+
+/** End the process: the command line asks for what cannot be. */
+export function refuse(problem: string): never {
+  process.stderr.write(`${problem}\n`);
+  process.exit(2);
+}
+
+/** A line about progress, beside the results on standard output. */
+export function say(line: string): void {
+  process.stderr.write(`${line}\n`);
+}

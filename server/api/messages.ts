@@ -147,7 +147,6 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
   const conversation = messagesConversation(fields, served);
   const hasTools = (fields.tools ?? []).length > 0;
   const isNone = fields.tool_choice?.type === 'none';
-  const none = undefined;
   const call: GenerationCall = {
     model: servedModelName(fields.model, served),
     stream: fields.stream ?? false,
@@ -159,9 +158,6 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
         top_p: fields.top_p,
         top_k: fields.top_k,
         stop: fields.stop_sequences,
-        ...{ min_p: none, n: none, stop_token_ids: none, ignore_eos: none, skip_special_tokens: none },
-        ...{ no_stop_trim: none, min_tokens: none, logit_bias: none },
-        ...{ presence_penalty: none, frequency_penalty: none, repetition_penalty: none },
       },
       served,
     ),

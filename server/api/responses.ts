@@ -112,7 +112,6 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     },
     served,
   );
-  const none = undefined;
   const call: GenerationCall = {
     model: servedModelName(fields.model, served),
     stream: fields.stream ?? false,
@@ -122,9 +121,6 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
       {
         temperature: fields.temperature,
         top_p: fields.top_p,
-        ...{ top_k: none, stop: none, min_p: none, n: none, stop_token_ids: none, ignore_eos: none },
-        ...{ skip_special_tokens: none, no_stop_trim: none, min_tokens: none, logit_bias: none },
-        ...{ presence_penalty: none, frequency_penalty: none, repetition_penalty: none },
       },
       served,
     ),

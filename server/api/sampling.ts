@@ -190,7 +190,8 @@ export const openaiFields = {
   ...constraintFields,
 };
 
-type SamplingValues = { [K in keyof typeof samplingFields]: FieldValue<(typeof samplingFields)[K]> };
+/** An API that lacks a field leaves it out. */
+type SamplingValues = { [K in keyof typeof samplingFields]?: FieldValue<(typeof samplingFields)[K]> };
 type OpenaiValues = { [K in keyof typeof openaiFields]: FieldValue<(typeof openaiFields)[K]> };
 
 /** How tokens are chosen and where the answer ends; throws `ApiError` for ids outside of the vocabulary. */
