@@ -33,6 +33,28 @@ const MAX_BACKLOG_BYTES = 4 << 20;
 const LAST_TRIES = 10;
 
 /**
+ * Makes writes to a full pipe fail instead of wait: one that waits would hold the process at exit, for ever.
+ *
+ * To be called again whenever a child that shares standard error was started: it starts with a pipe that waits, and a
+ * pipe has one such mode for all who share it. Nothing else in Node's interface reaches it.
+ */
+export function letStandardErrorBeSlow(): void {
+  const { _handle: handle } = process.stderr as { _handle?: { setBlocking?(waits: boolean): void } };
+  handle?.setBlocking?.(false);
+}
+
+/**
+ * Makes writes to a full pipe fail instead of wait: one that waits would hold the process at exit, for ever.
+ *
+ * Opening `process.stderr` is not enough. A pipe has one mode for all who share it, and a child that inherits it (the
+ * compiler service of tsx, say) sets it back when it starts. Nothing else in Node's interface reaches the mode.
+ */
+function letWritesFail(): void {
+  const { _handle: handle } = process.stderr as { _handle?: { setBlocking?(waits: boolean): void } };
+  handle?.setBlocking?.(false);
+}
+
+/**
  * Standard error, written in the background: a write to a full pipe would stop every stream of the process.
  *
  * onCaughtUp  called with the number of lines that were dropped, once the rest is written
@@ -42,8 +64,7 @@ function standardError(onCaughtUp: (dropped: number) => void): DestinationStream
   let triesLeft = Infinity;
   // Before the destination's own listener, which writes what is left.
   process.once('exit', () => (triesLeft = LAST_TRIES));
-  // Node makes the pipe non-blocking when it opens the stream. A blocking one would hold the process at exit, for ever.
-  void process.stderr;
+  letStandardErrorBeSlow();
   const stream = pino.destination({
     fd: 2,
     sync: false,
