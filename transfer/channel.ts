@@ -312,15 +312,17 @@ export function createWriter(
 
 /** Options of every socket. High-water marks count messages; credits in bytes keep well below them. */
 function socketOptions(options: ChannelOptions, kind: SocketKind): Record<string, number> {
+  const silenceMs = kind === 'control' ? options.leaseMs : options.dataSilenceMs;
   return {
     linger: kind === 'control' ? options.lingerMs : 0,
     sendHighWaterMark: 1000,
     receiveHighWaterMark: 10_000,
     maxMessageSize: kind === 'control' ? MAX_CONTROL_BYTES : options.maxPayloadBytes + MAX_HEADER_BYTES,
     heartbeatInterval: options.heartbeatMs,
-    heartbeatTimeout: kind === 'control' ? options.leaseMs : options.dataSilenceMs,
-    // Heartbeats do not see a stopped peer behind a full pipe; this does.
-    tcpMaxRetransmitTimeout: options.leaseMs,
+    heartbeatTimeout: silenceMs,
+    // Heartbeats do not see a stopped peer behind a full pipe; this does. A slow line, too, may keep a window shut for
+    // as long as it takes to drain half of the receiver's buffer.
+    tcpMaxRetransmitTimeout: silenceMs,
   };
 }
 
