@@ -45,7 +45,7 @@ test(
   async (t) => {
     const { cluster, client } = await start(t, [], {});
     const random = createPrng(SEED);
-    const request = client.request(40, 600);
+    const request = client.request(40, 400);
     const alone = (await complete(cluster.url, cluster.model, request)).text;
     for (let round = 0; round < 3; round++) {
       const bystander = openCompletion(cluster.url, cluster.model, request);

@@ -21,7 +21,7 @@ let client: Client;
 
 before(async () => {
   cluster = await startSplitCluster([
-    ...['--heartbeat', '200ms', '--lease', `${LEASE_MS}ms`, '--transfer-stall-timeout', '8s', '--room-timeout', '30s'],
+    ...['--heartbeat', '200ms', '--lease', `${LEASE_MS}ms`, '--transfer-stall-timeout', '8s', '--room-timeout', '20s'],
   ]);
   client = await createClient(cluster, SEED);
 });
@@ -95,7 +95,7 @@ test(
   LIMIT,
   async () => {
     for (const direction of ['toWorker', 'fromWorker'] as const) {
-      const running = client.open(20, 1500);
+      const running = client.open(20, 800);
       await running.firstText;
       cluster.control.pause(direction);
       const stuck = client.open(600, 12);

@@ -26,7 +26,7 @@ test(
     const cluster = await startSplitCluster(['--heartbeat', '200ms', '--lease', '2s']);
     t.after(() => cluster.stop());
     const client = await createClient(cluster, SEED);
-    for (let round = 0; round < 3; round++) {
+    for (let round = 0; round < 2; round++) {
       for (const seat of [cluster.decodes[0]!, cluster.prefills[0]!]) {
         const streams = Array.from({ length: 8 }, (_, index) => client.open(20 + 100 * index, 300));
         await Promise.any(streams.map((stream) => stream.firstText));
@@ -42,7 +42,7 @@ test(
         assert.ok(performance.now() - upMs < 2 * RECOVERY_MS, `round ${round}`);
       }
     }
-    assert.ok(sumOf(await cluster.samples(), 'handoff_peer_epoch_changes_total') >= 6, 'each life was told apart');
+    assert.ok(sumOf(await cluster.samples(), 'handoff_peer_epoch_changes_total') >= 4, 'each life was told apart');
   },
 );
 
