@@ -44,17 +44,6 @@ export function letStandardErrorBeSlow(): void {
 }
 
 /**
- * Makes writes to a full pipe fail instead of wait: one that waits would hold the process at exit, for ever.
- *
- * Opening `process.stderr` is not enough. A pipe has one mode for all who share it, and a child that inherits it (the
- * compiler service of tsx, say) sets it back when it starts. Nothing else in Node's interface reaches the mode.
- */
-function letWritesFail(): void {
-  const { _handle: handle } = process.stderr as { _handle?: { setBlocking?(waits: boolean): void } };
-  handle?.setBlocking?.(false);
-}
-
-/**
  * Standard error, written in the background: a write to a full pipe would stop every stream of the process.
  *
  * onCaughtUp  called with the number of lines that were dropped, once the rest is written
