@@ -345,8 +345,11 @@ function createResponsesDialect(context: DialectContext, said: object, tools: Re
     ];
     open = { kind, index, id: `${prefix}_${suffix}${index}`, text: '', logged: [], call };
     events.push(named('response.output_item.added', { output_index: index, item: itemOf({ ...open }, 'in_progress') }));
-    if (kind === 'content') {
-      const part = { type: 'output_text', text: '', annotations: [], logprobs: [] };
+    if (kind !== 'tool_call') {
+      const part =
+        kind === 'content'
+          ? { type: 'output_text', text: '', annotations: [], logprobs: [] }
+          : { type: 'reasoning_text', text: '' };
       events.push(named('response.content_part.added', { ...place(open), content_index: 0, part }));
     }
     return events;
@@ -361,9 +364,12 @@ function createResponsesDialect(context: DialectContext, said: object, tools: Re
     const at = place(item);
     const events: string[] = [];
     switch (item.kind) {
-      case 'reasoning':
+      case 'reasoning': {
         events.push(named('response.reasoning_text.done', { ...at, content_index: 0, text: item.text }));
+        const part = { type: 'reasoning_text', text: item.text };
+        events.push(named('response.content_part.done', { ...at, content_index: 0, part }));
         break;
+      }
       case 'content': {
         const logprobs = logprobsOf(item.logged, tokens);
         events.push(named('response.output_text.done', { ...at, content_index: 0, text: item.text, logprobs }));
