@@ -35,10 +35,10 @@ const LAST_TRIES = 10;
 /**
  * Makes writes to a full pipe fail instead of wait: one that waits would hold the process at exit, for ever.
  *
- * To be called again whenever a child that shares standard error was started: it starts with a pipe that waits, and a
- * pipe has one such mode for all who share it. Nothing else in Node's interface reaches it.
+ * Opening `process.stderr` is not enough. A pipe has one mode for all who share it, and a child that inherits it (the
+ * compiler service of tsx, say) sets it back when it starts. Nothing else in Node's interface reaches the mode.
  */
-export function letStandardErrorBeSlow(): void {
+function letWritesFail(): void {
   const { _handle: handle } = process.stderr as { _handle?: { setBlocking?(waits: boolean): void } };
   handle?.setBlocking?.(false);
 }
@@ -52,8 +52,11 @@ function standardError(onCaughtUp: (dropped: number) => void): DestinationStream
   let dropped = 0;
   let triesLeft = Infinity;
   // Before the destination's own listener, which writes what is left.
-  process.once('exit', () => (triesLeft = LAST_TRIES));
-  letStandardErrorBeSlow();
+  process.once('exit', () => {
+    letWritesFail();
+    triesLeft = LAST_TRIES;
+  });
+  letWritesFail();
   const stream = pino.destination({
     fd: 2,
     sync: false,
