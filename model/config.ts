@@ -38,6 +38,8 @@ export interface ConfigChoices {
   readonly pageTokens?: number;
   readonly mode?: NumericMode;
   readonly indexPrecision?: IndexPrecision;
+  /** Becomes `maxPositions`: positions are computed as well where the checkpoint was never trained. */
+  readonly contextTokens?: number;
 }
 
 /** Everything the forward pass needs to know. Counts are positive integers. */
@@ -71,6 +73,7 @@ export interface ModelConfig {
   readonly indexHeadDim: number;
   /** Entries that a ratio-4 layer attends over at most. */
   readonly indexTopK: number;
+  /** Longest sequence. */
   readonly maxPositions: number;
   readonly ropeTheta: number;
   readonly compressRopeTheta: number;
@@ -137,8 +140,9 @@ export function loadModelConfig(directory: string, choices: ConfigChoices = {}):
   } catch (cause) {
     throw new ConfigError('(file)', `is not JSON: ${(cause as Error).message}`);
   }
-  const { pageTokens, mode = 'hp', indexPrecision = indexPrecisionOf(mode) } = choices;
-  const config = { ...parseModelConfig(json), mode, indexPrecision };
+  const { pageTokens, mode = 'hp', indexPrecision = indexPrecisionOf(mode), contextTokens } = choices;
+  const checkpoint = parseModelConfig(json);
+  const config = { ...checkpoint, mode, indexPrecision, maxPositions: contextTokens ?? checkpoint.maxPositions };
   if (pageTokens === undefined || pageTokens === config.pageTokens) return config;
   if (pageTokens <= 0 || pageTokens % config.pageTokens !== 0) {
     const problem = `KV pages must be a multiple of ${config.pageTokens} tokens, ${pageTokens} are asked for`;

@@ -913,7 +913,7 @@ export const MUTANTS: readonly Mutant[] = [
     edits: [
       {
         file: RECEIVER,
-        find: `  receiver.roomDeadlineMs = nowMs + limits.roomMs;
+        find: `  receiver.roomDeadlineMs = roomDeadline(nowMs, receiver.tokenCount, limits);
   const { self, peer, key } = receiver;`,
         put: `  const { self, peer, key } = receiver;`,
       },

@@ -476,7 +476,7 @@ export const OPTIONS = {
     max: 2 ** 24,
     default: null,
     defaultText: "the model's",
-    help: 'longest sequence, prompt and answer together',
+    help: 'longest sequence, prompt and answer together; beyond what the checkpoint was trained for answers get worse',
     commands: [...ROLES, 'inspect'],
   },
   effortMap: {
@@ -640,7 +640,7 @@ export const OPTIONS = {
     min: 10,
     max: MAX_TIMER_MS,
     default: 60_000,
-    help: "longest time to a request's first token, time spent queued excluded; above --transfer-stall-timeout",
+    help: "longest time to a request's first token, time spent queued excluded, for each 4096 tokens of a longer prompt; above --transfer-stall-timeout",
     commands: ROLES,
   },
   requestTimeout: {

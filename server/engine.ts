@@ -22,9 +22,7 @@ export interface EngineOptions {
   /** Rows of the largest step: prompt tokens on prefill, sequences on decode. */
   readonly maxRows: number;
   readonly maxSequences: number;
-  /** Positions a sequence may reach; what the checkpoint says when left out. */
-  readonly contextTokens?: number;
-  /** Tokens of one page, what is rounded, how index keys are stored; the model's own where left out. */
+  /** Tokens of one page and of a sequence, what is rounded, how index keys are stored; the model's own where left out. */
   readonly choices?: ConfigChoices;
   /** Pages of the cache, decided once the size of a page is known. */
   readonly choosePageCount: (sizes: { contextTokens: number; pageBytes: number }) => number;
@@ -95,7 +93,7 @@ export async function openEngine(options: EngineOptions): Promise<Engine> {
   const config = loadModelConfig(options.modelDir, options.choices);
   const { speculative = false } = options;
   if (speculative) requireDraftBlock(config);
-  const contextTokens = options.contextTokens ?? config.maxPositions;
+  const contextTokens = config.maxPositions;
   const device = await openDevice(options.adapterName === undefined ? {} : { adapterName: options.adapterName });
   try {
     const pageCount = options.choosePageCount({ contextTokens, pageBytes: pageBytesOf(config) });

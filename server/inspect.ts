@@ -101,12 +101,13 @@ export async function runInspect(config: InspectConfig): Promise<number> {
  */
 export async function inspectCheckpoint(config: InspectConfig): Promise<Inspection> {
   const { model: directory, pageTokens, contextLength, maxRunningRequests: runningRequests, memoryBytes } = config;
-  const modelConfig = loadModelConfig(directory, { pageTokens, ...config.numerics });
+  const checkpoint = loadModelConfig(directory, { pageTokens, ...config.numerics });
+  const contextTokens = contextLength ?? checkpoint.maxPositions;
+  const modelConfig = { ...checkpoint, maxPositions: contextTokens };
   const source = await openCheckpoint(directory, { headersOnly: true });
   await source.close();
-  const { pageTokens: _, mode: __, indexPrecision: ___, ...architecture } = modelConfig;
+  const { pageTokens: _, mode: __, indexPrecision: ___, ...architecture } = checkpoint;
   const { weights, draft } = surveyAll(modelConfig, source);
-  const contextTokens = Math.min(contextLength ?? modelConfig.maxPositions, modelConfig.maxPositions);
   const workspaceOf = (maxRows: number): number =>
     workspaceBytes(modelConfig, { maxRows, maxSequences: runningRequests, maxPositions: contextTokens });
   const adapter = {

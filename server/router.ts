@@ -65,6 +65,13 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
   const tokenizer = loadTokenizer(config.model);
   const chat = loadChatEncoding(config.model);
   const { maxPositions } = loadModelConfig(config.model);
+  const contextLength = config.limits.contextLength ?? maxPositions;
+  if (contextLength > maxPositions) {
+    log.warn(
+      { contextLength, trainedFor: maxPositions },
+      'answers beyond what the checkpoint was trained for are worse',
+    );
+  }
   const modelDigest = await digestModel(config.model);
   const build = await readBuildInfo(config.model, modelDigest);
   const epoch = makeEpoch(Date.now(), randomBytes(4).readUInt32LE());
@@ -203,7 +210,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     modelId: config.api.modelNames[0] ?? modelName(config),
     aliases: config.api.modelNames.slice(1),
     maxChoices: config.api.maxChoices,
-    contextLength: Math.min(config.limits.contextLength ?? maxPositions, maxPositions),
+    contextLength,
     limits: {
       ...defaultHttpLimits,
       maxBodyBytes: config.api.maxBodyBytes,

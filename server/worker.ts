@@ -92,11 +92,14 @@ function openWorkerEngine(config: WorkerConfig, role: WorkerRole, adapterName: s
   const { limits } = config;
   return openEngine({
     modelDir: config.model,
-    choices: { pageTokens: limits.pageTokens, ...config.numerics },
+    choices: {
+      pageTokens: limits.pageTokens,
+      ...config.numerics,
+      ...(limits.contextLength === null ? {} : { contextTokens: limits.contextLength }),
+    },
     adapterName,
     maxRows: role === 'prefill' ? limits.prefillChunkTokens : limits.maxRunningRequests,
     maxSequences: limits.maxRunningRequests,
-    ...(limits.contextLength === null ? {} : { contextTokens: limits.contextLength }),
     choosePageCount: (sizes) => choosePageCount(limits, sizes),
     slotCount: limits.maxRunningRequests,
     speculative: config.speculative,

@@ -12,6 +12,7 @@
  */
 
 import { combineChecksums, crc32c } from './checksum.ts';
+import { roomDeadline } from './clock.ts';
 import { isDue, startResend, type Resend } from './closing.ts';
 import {
   manifestBytes,
@@ -135,7 +136,7 @@ export function createReceiver(
     end: null,
     resend: startResend(nowMs, limits),
     stopReason: null,
-    roomDeadlineMs: nowMs + limits.roomMs,
+    roomDeadlineMs: roomDeadline(nowMs, tokenCount, limits),
     stallDeadlineMs: null,
     statusDueMs: nowMs + limits.statusMs,
   };
@@ -218,7 +219,7 @@ function onQueued(
   nowMs: number,
   limits: ReceiverLimits,
 ): ReceiverEffect[] {
-  if (state === 'waiting') receiver.roomDeadlineMs = nowMs + limits.roomMs;
+  if (state === 'waiting') receiver.roomDeadlineMs = roomDeadline(nowMs, receiver.tokenCount, limits);
   else if (receiver.stallDeadlineMs !== null) receiver.stallDeadlineMs = nowMs + limits.stallMs;
   if (receiver.phase === 'queued' && !receiver.answered) {
     receiver.answered = true;
@@ -354,7 +355,7 @@ function onTick(receiver: Receiver, nowMs: number, limits: ReceiverLimits): Rece
   if (receiver.phase !== 'queued' || nowMs < receiver.statusDueMs) return [];
   receiver.statusDueMs = nowMs + limits.statusMs;
   // Time in our own queue is not counted either: it says how busy we are, not that something is wrong.
-  receiver.roomDeadlineMs = nowMs + limits.roomMs;
+  receiver.roomDeadlineMs = roomDeadline(nowMs, receiver.tokenCount, limits);
   const { self, peer, key } = receiver;
   return [{ type: 'send', message: { type: 'QUEUED', from: self, to: peer.epoch, key, state: 'waiting' } }];
 }

@@ -13,6 +13,7 @@
  */
 
 import { combineChecksums } from './checksum.ts';
+import { roomDeadline } from './clock.ts';
 import { isDue, startResend, type Resend } from './closing.ts';
 import {
   manifestBytes,
@@ -333,7 +334,7 @@ function onReserved(
 function becomeWaiting(sender: Sender, nowMs: number, limits: SenderLimits): SenderEffect[] {
   if (!sender.submitted || sender.manifest === null) return [];
   sender.phase = 'waiting';
-  sender.roomDeadlineMs = nowMs + limits.roomMs;
+  sender.roomDeadlineMs = roomDeadline(nowMs, sender.tokenCount, limits);
   sender.statusDueMs = nowMs + limits.statusMs;
   return [{ type: 'waiting' }];
 }
@@ -416,7 +417,8 @@ function onTick(sender: Sender, nowMs: number, limits: SenderLimits): SenderEffe
   if (sender.phase === 'bootstrapping' || sender.firstToken !== null) return [];
   if (nowMs < sender.statusDueMs) return [];
   sender.statusDueMs = nowMs + limits.statusMs;
-  if (sender.phase === 'waiting') sender.roomDeadlineMs = nowMs + limits.roomMs; // as time in the peer's queue
+  // As time in the peer's queue.
+  if (sender.phase === 'waiting') sender.roomDeadlineMs = roomDeadline(nowMs, sender.tokenCount, limits);
   return [{ type: 'send', socket: 'control', message: queued(sender, status(sender)) }];
 }
 

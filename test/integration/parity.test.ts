@@ -53,11 +53,10 @@ async function answersAlone(asked: readonly (readonly number[])[], choices: Conf
   const adapterName = process.env.HANDOFF_ADAPTER;
   const engine = await openEngine({
     modelDir: MODEL_DIR,
-    choices,
+    choices: { contextTokens: CONTEXT_TOKENS, ...choices },
     ...(adapterName ? { adapterName } : {}),
     maxRows: CHUNK_TOKENS,
     maxSequences: 4,
-    contextTokens: CONTEXT_TOKENS,
     choosePageCount: () => CONTEXT_TOKENS / PAGE_TOKENS,
     slotCount: 1,
   });

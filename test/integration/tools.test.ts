@@ -280,7 +280,7 @@ describe('handoff inspect', () => {
       ...(adapterName ? { adapterName } : {}),
       maxRows: 256,
       maxSequences: 8,
-      contextTokens: 1024,
+      choices: { contextTokens: 1024 },
       choosePageCount: () => 9,
       slotCount: 8,
     });

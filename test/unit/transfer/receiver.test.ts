@@ -354,6 +354,16 @@ test('time in a queue, here or at the peer, is not counted against the room, tim
   assert.equal(stepReceiver(receiver, { type: 'tick', nowMs: 310_000 }, LIMITS)[0]?.type, 'stopped');
 });
 
+test('a prompt of five times 4096 tokens has five times as long to arrive', () => {
+  const receiver = reach('queued');
+  receiver.tokenCount = 5 * 4096;
+  const waiting: PeerMessage = { type: 'QUEUED', ...TO_D, state: 'waiting' };
+  stepReceiver(receiver, { type: 'message', message: waiting, payload: NONE, nowMs: 2000 }, LIMITS);
+  stepReceiver(receiver, EVENTS['reserved'] as ReceiverEvent, LIMITS);
+  assert.notEqual(stepReceiver(receiver, { type: 'tick', nowMs: 301_999 }, LIMITS)[0]?.type, 'stopped');
+  assert.equal(stepReceiver(receiver, { type: 'tick', nowMs: 302_000 }, LIMITS)[0]?.type, 'stopped');
+});
+
 test('the base credit holds any one unit, and no more than the room has', () => {
   assert.equal(baseCreditBytes(MANIFEST), 12);
   assert.equal(baseCreditBytes({ pageCount: 3, pageBytes: 50, slotBytes: 12 }), 50);

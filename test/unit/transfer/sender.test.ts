@@ -406,3 +406,12 @@ test('time in the own queue is not counted against the room, time computing is',
   assert.equal(sender.phase, 'transferring');
   assert.equal(stepSender(sender, { type: 'tick', nowMs: 260_000 }, LIMITS)[0]?.type, 'stopped');
 });
+
+test('a prompt of five times 4096 tokens has five times as long to be computed', () => {
+  const sender = reach('waiting');
+  sender.tokenCount = 5 * 4096;
+  stepSender(sender, { type: 'tick', nowMs: 2002 }, LIMITS);
+  stepSender(sender, { type: 'admitted', nowMs: 2002 }, LIMITS);
+  assert.notEqual(stepSender(sender, { type: 'tick', nowMs: 302_001 }, LIMITS)[0]?.type, 'stopped');
+  assert.equal(stepSender(sender, { type: 'tick', nowMs: 302_002 }, LIMITS)[0]?.type, 'stopped');
+});
