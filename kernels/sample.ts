@@ -8,7 +8,7 @@
 import { loadKernel, type Recorder } from './kernel.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./sample.wgsl', import.meta.url));
+const kernel = loadKernel(new URL('./sample.wgsl', import.meta.url), ['logits']);
 
 /** u32 words of one row of the `sampling` tensor. */
 export const SAMPLING_WORDS = 8;

@@ -32,17 +32,6 @@ var<workgroup> lane_keys: array<u32, WORKGROUP_SIZE>;
 var<workgroup> lane_values: array<u32, WORKGROUP_SIZE>;
 var<workgroup> lane_sums: array<f32, WORKGROUP_SIZE>;
 
-// An integer that orders logits as numbers; 0 for NaN and infinities, which are never chosen.
-fn key_of(bits: u32) -> u32 {
-  if ((bits & 0x7f800000u) == 0x7f800000u) { return 0u; }
-  if (bits == 0x80000000u) { return 0x80000000u; } // -0 ties with 0
-  return bits ^ select(0x80000000u, 0xffffffffu, bits >> 31u == 1u);
-}
-
-fn logit_of(key: u32) -> f32 {
-  return bitcast<f32>(key ^ select(0xffffffffu, 0x80000000u, key >> 31u == 1u));
-}
-
 // Probability relative to that of the largest logit.
 fn weight_of(key: u32, largest: f32, inverse_temperature: f32) -> f32 {
   let exponent = (logit_of(key) - largest) * inverse_temperature;

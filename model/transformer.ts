@@ -10,9 +10,20 @@ import type { Device } from '../kernels/device.ts';
 import { NOT_REACHED, SAMPLED } from '../kernels/draft.ts';
 import { embed } from '../kernels/embed.ts';
 import { Recorder } from '../kernels/kernel.ts';
+import { LOGPROB_WORDS } from '../kernels/logprobs.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext, StepShape } from './attention.ts';
+import {
+  editBound,
+  loggedSamples,
+  recordChosen,
+  recordRules,
+  writeChoices,
+  type Choosing,
+  type Sample,
+  type StepChoices,
+} from './choice.ts';
 import { loadModelConfig, OVERLAP_RATIO, type ConfigChoices, type ModelConfig } from './config.ts';
 import { createKvCache, type DraftCache, type KvCache } from './kv-cache.ts';
 import { recordHead, recordLayer } from './layer.ts';
@@ -74,8 +85,12 @@ export interface SamplingParams {
   readonly seed: number;
 }
 
-/** A chunk of one sequence: `tokens` stand at positions [start, start + tokens.length). */
-export interface ForwardSequence {
+/**
+ * A chunk of one sequence: `tokens` stand at positions [start, start + tokens.length). `rules` and `logprobs` are about
+ * what is sampled after it (model/choice.ts); a sequence whose rules look at earlier tokens (`needsEarlierTokens`) must
+ * not be `drafted`.
+ */
+export interface ForwardSequence extends Choosing {
   readonly slot: number;
   /** Page ids in order of positions; enough for the chunk's last position. */
   readonly pages: readonly number[];
@@ -133,71 +148,97 @@ export async function createModel(
 /**
  * Run one step, or several if the batch is larger than what the adapter binds at once.
  *
- * @returns the sampled token of every sequence that samples, in order. Rejects when the device is lost, or when a row's
- *   logits hold no usable number.
+ * If the cache was made with `draft` (the model must then be loaded with `mtp`), the draft block runs behind the model:
+ * every sequence that samples gets a draft, in its slot, for the step that runs what it has sampled. A token that is
+ * sampled is the same with and without: its row computes the same bits whether the row before it is of this step or of
+ * an earlier one, and its draw depends on seed and position alone. A draft only decides whether it comes one step
+ * earlier.
+ *
+ * @returns the samples of every sequence that samples, in order: one, or two where a draft was right. Rejects when the
+ *   device is lost, or when a row without rules has no usable logit.
  */
+export async function forwardSamples(model: Model, cache: KvCache, batch: ForwardBatch): Promise<Sample[][]> {
+  const samples: Sample[][] = [];
+  for (const step of stepsOf(model, batch)) {
+    samples.push(...(await (cache.draft ? draftingStep(model, cache, step) : plainStep(model, cache, step))));
+  }
+  return samples;
+}
+
+/** `forwardSamples` of a cache without drafts: the sampled token of every sequence that samples, in order. */
 export async function forward(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[]> {
   const tokens: number[] = [];
-  for (const step of stepsOf(model.limits, batch)) tokens.push(...(await forwardStep(model, cache, step)));
+  for (const step of stepsOf(model, batch)) tokens.push(...(await plainStep(model, cache, step)).flatMap(tokensOf));
   return tokens;
 }
 
-async function forwardStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[]> {
+/** `forwardSamples` of a cache with drafts: the tokens of every sequence that samples, in order. */
+export async function forwardDrafting(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[][]> {
+  const tokens: number[][] = [];
+  for (const step of stepsOf(model, batch)) tokens.push(...(await draftingStep(model, cache, step)).map(tokensOf));
+  return tokens;
+}
+
+function tokensOf(samples: readonly Sample[]): number[] {
+  return samples.map(({ token }) => {
+    assert(token !== null, 'the rules of a sequence leave no token');
+    return token;
+  });
+}
+
+async function plainStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<Sample[][]> {
   const { device, workspace } = model;
-  const shape = writeStep(model, cache, batch);
+  const { shape, choices } = writeStep(model, cache, batch);
   const recorder = new Recorder(device);
   const context = { recorder, config: model.config, workspace, shape };
   recordLayers(context, model, cache);
-  if (shape.sampledCount === 0) {
-    // Four bytes, to know that the step is done: `onSubmittedWorkDone` resolves even when the device is lost.
-    await readBack(model, recorder, workspace.tokens, 4);
-    return [];
-  }
-  recordHead(context, model.weights);
-  sample(recorder, { ...workspace, ...workspace.steps, sampledCount: shape.sampledCount });
-  const bytes = await readBack(model, recorder, workspace.tokens, shape.sampledCount * 4);
-  const tokens = [...new Uint32Array(bytes)];
-  assert(!tokens.includes(NO_TOKEN), 'a row of logits holds no usable number: the weights or the cache are damaged');
-  return tokens;
+  if (shape.sampledCount > 0) recordSamples(context, model, choices);
+  return readSamples(model, recorder, { batch, shape, choices });
 }
 
-/**
- * `forward` with the draft block behind it: `cache` must have been made with `draft`, the model loaded with `mtp`. Every
- * sequence that samples gets a draft, in its slot, for the step that runs what it has sampled.
- *
- * A token that is sampled is the one that `forward` samples: its row computes the same bits whether the row before it is
- * of this step or of an earlier one, and its draw depends on seed and position alone. A draft only decides whether it
- * comes one step earlier.
- *
- * @returns the tokens of every sequence that samples, in order: two where a draft was right, else one.
- */
-export async function forwardDrafting(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[][]> {
-  const tokens: number[][] = [];
-  for (const step of stepsOf(model.limits, batch)) tokens.push(...(await draftingStep(model, cache, step)));
-  return tokens;
-}
-
-async function draftingStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<number[][]> {
+async function draftingStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<Sample[][]> {
   const { device, workspace, config } = model;
   const { mtp, buffers, draft } = draftParts(model, cache);
   const { phase, sequences } = batch;
-  const shape = writeStep(model, cache, batch);
+  const { shape, choices } = writeStep(model, cache, batch);
   const chunks = draftChunks(sequences);
   // At least the two rows of a draft's outcomes.
   const rowsEach = Math.max(2, config.windowTokens);
   const args = { buffers, cache: draft, shape: writeDraftStep(device, buffers, { phase, chunks, rowsEach }) };
   const recorder = new Recorder(device);
   const context = { recorder, config, workspace, shape };
-  recordDraftingStep(context, { model, cache, mtp, args });
+  recordDraftingStep(context, { model, cache, mtp, args, choices });
+  return readSamples(model, recorder, { batch, shape, choices });
+}
+
+// Submit, and bring back what was sampled: tokens, and log probabilities of those that ask.
+async function readSamples(
+  model: Model,
+  recorder: Recorder,
+  { batch, shape, choices }: { batch: ForwardBatch; shape: StepShape; choices: StepChoices },
+): Promise<Sample[][]> {
+  const { tokens, choice } = model.workspace;
   const { sampledCount } = shape;
-  const bytes = await readBack(model, recorder, workspace.tokens, Math.max(1, sampledCount) * 4);
-  const tokens = new Uint32Array(bytes).subarray(0, sampledCount);
-  assert(!tokens.includes(NO_TOKEN), 'a row of logits holds no usable number: the weights or the cache are damaged');
-  let sampled = 0;
-  return sequences.flatMap((sequence) => {
-    const count = sampleCount(sequence);
-    sampled += count;
-    return count === 0 ? [] : [[...tokens.subarray(sampled - count, sampled)].filter((token) => token !== NOT_REACHED)];
+  // Four bytes at least, to know that the step is done: `onSubmittedWorkDone` resolves even when the device is lost.
+  const tokenWords = Math.max(1, sampledCount);
+  const parts = [{ source: tokens, byteLength: tokenWords * 4 }];
+  const loggedBytes = choices.logged.length * LOGPROB_WORDS * 4;
+  if (loggedBytes > 0) parts.push({ source: choice.logprobs, byteLength: loggedBytes });
+  const words = new Uint32Array(await readBack(model, recorder, parts));
+  const logprobs = loggedSamples(choices, words.subarray(tokenWords), sampledCount);
+  let next = 0;
+  return batch.sequences.flatMap((sequence) => {
+    const samples: Sample[] = [];
+    for (let count = sampleCount(sequence); count > 0; count--, next++) {
+      const token = words[next]!;
+      if (token === NOT_REACHED) continue;
+      assert(
+        token !== NO_TOKEN || sequence.rules,
+        'a row of logits holds no usable number: the weights or the cache are damaged',
+      );
+      samples.push({ token: token === NO_TOKEN ? null : token, logprobs: logprobs[next]! });
+    }
+    return samples.length === 0 ? [] : [samples];
   });
 }
 
@@ -216,8 +257,8 @@ export async function forwardLogits(
   const { phase, positions } = batch;
   const unsampled = batch.sequences.map((sequence) => ({ ...sequence, sampling: null }));
   const logits: Float32Array[] = [];
-  for (const { sequences } of stepsOf(model.limits, { phase, sequences: unsampled })) {
-    const shape = writeStep(model, cache, { phase, sequences });
+  for (const { sequences } of stepsOf(model, { phase, sequences: unsampled })) {
+    const { shape } = writeStep(model, cache, { phase, sequences });
     const recorder = new Recorder(model.device);
     const context = { recorder, config: model.config, workspace: model.workspace, shape };
     recordLayers(context, model, cache);
@@ -247,7 +288,7 @@ export async function forwardMtpLogits(
   const { phase, positions } = batch;
   const sequences = [{ ...batch.sequence, sampling: null }];
   const recorder = new Recorder(device);
-  const context = { recorder, config, workspace, shape: writeStep(model, cache, { phase, sequences }) };
+  const context = { recorder, config, workspace, shape: writeStep(model, cache, { phase, sequences }).shape };
   const chunks = draftChunks(sequences);
   const shape = writeDraftStep(device, buffers, { phase, chunks, rowsEach: Infinity });
   recordLayers(context, model, cache);
@@ -290,7 +331,8 @@ async function readLogits(
     uploadTensor(device, workspace.steps.step, Uint32Array.of(rowCount, sequences.length, block.length, 0));
     uploadTensor(device, workspace.steps.sampled, Uint32Array.from(block));
     recordHead({ ...context, shape: { ...context.shape, sampledCount: block.length } }, args.head);
-    const bytes = await readBack(model, context.recorder, workspace.logits, block.length * rowBytes);
+    const parts = [{ source: workspace.logits, byteLength: block.length * rowBytes }];
+    const bytes = await readBack(model, context.recorder, parts);
     for (let index = 0; index < block.length; index++) {
       logits.push(new Float32Array(bytes.slice(index * rowBytes, (index + 1) * rowBytes)));
     }
@@ -313,17 +355,23 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
 
 function recordDraftingStep(
   context: BlockContext,
-  parts: { model: Model; cache: KvCache; mtp: MtpWeights; args: DraftArgs },
+  parts: { model: Model; cache: KvCache; mtp: MtpWeights; args: DraftArgs; choices: StepChoices },
 ): void {
-  const { recorder, workspace, shape } = context;
-  const { model, cache, mtp, args } = parts;
+  const { model, cache, mtp, args, choices } = parts;
   recordDraftTokens(context, args);
   recordLayers(context, model, cache);
-  if (shape.sampledCount > 0) {
-    recordHead(context, model.weights);
-    sample(recorder, { ...workspace, ...workspace.steps, sampledCount: shape.sampledCount });
-  }
+  if (context.shape.sampledCount > 0) recordSamples(context, model, choices);
   recordDrafts(context, { ...args, weights: mtp, model: model.weights });
+}
+
+// The head, and the choice of a token from its logits under the rules of each row.
+function recordSamples(context: BlockContext, model: Model, choices: StepChoices): void {
+  const { recorder, workspace, shape } = context;
+  const { choice, steps, logits, tokens } = workspace;
+  recordHead(context, model.weights);
+  recordRules(recorder, { ...choice, logits }, choices);
+  sample(recorder, { ...steps, logits, tokens, sampledCount: shape.sampledCount });
+  recordChosen(recorder, { ...choice, logits, tokens }, choices);
 }
 
 function draftParts(model: Model, cache: KvCache): { mtp: MtpWeights; buffers: MtpWorkspace; draft: DraftCache } {
@@ -336,23 +384,30 @@ function draftParts(model: Model, cache: KvCache): { mtp: MtpWeights; buffers: M
 // ------------------------------------------------------------------------------------------------------------- steps
 
 // Cut a batch into steps that the workspace holds. How a sequence is cut makes no difference to what it computes.
-function* stepsOf(limits: ModelLimits, batch: ForwardBatch): Generator<ForwardBatch> {
+function* stepsOf({ limits, config }: Model, batch: ForwardBatch): Generator<ForwardBatch> {
   const { phase } = batch;
   let sequences: ForwardSequence[] = [];
   let rows = 0;
   let samples = 0;
+  let edits = 0;
   for (const sequence of batch.sequences) {
-    const { start, tokens, drafted } = sequence;
+    const { start, tokens, drafted, rules } = sequence;
+    const editCount = editBound(rules, config.vocabSize, sampleCount(sequence));
     // A draft stays with the row that checks it.
     const leastRows = drafted ? tokens.length : 1;
     let first = 0;
     do {
-      const isFull = rows + leastRows > limits.maxRows || sequences.length === limits.maxSampled;
-      if (sequences.length > 0 && (isFull || samples + sampleCount(sequence) > limits.maxSampled)) {
+      const isFull =
+        rows + leastRows > limits.maxRows ||
+        sequences.length === limits.maxSampled ||
+        samples + sampleCount(sequence) > limits.maxSampled ||
+        edits + editCount > limits.maxEdits;
+      if (sequences.length > 0 && isFull) {
         yield { phase, sequences };
         sequences = [];
         rows = 0;
         samples = 0;
+        edits = 0;
       }
       const end = Math.min(tokens.length, first + limits.maxRows - rows);
       const chunk = Array.from({ length: end - first }, (_, index) => tokens[first + index]!);
@@ -361,6 +416,7 @@ function* stepsOf(limits: ModelLimits, batch: ForwardBatch): Generator<ForwardBa
       sequences.push(isLast ? part : { ...part, sampling: null, next: tokens[end] });
       rows += end - first;
       samples += isLast ? sampleCount(sequence) : 0;
+      edits += isLast ? editCount : 0;
       first = end;
     } while (first < tokens.length);
   }
@@ -392,8 +448,8 @@ function draftChunks(sequences: readonly ForwardSequence[]): DraftChunk[] {
 
 // Describe the step to the device. Everything that changes from step to step is in these tensors, so that bind groups,
 // which hold the rest, stay cached.
-function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): StepShape {
-  const { device, limits, workspace } = model;
+function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): { shape: StepShape; choices: StepChoices } {
+  const { device, limits, workspace, config } = model;
   const { sequences, phase } = batch;
   const rowCount = sequences.reduce((sum, { tokens }) => sum + tokens.length, 0);
   const sampledCount = sequences.reduce((sum, sequence) => sum + sampleCount(sequence), 0);
@@ -438,7 +494,9 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): StepShape
     uploadTensor(device, steps.sampled, sampled);
     uploadTensor(device, steps.sampling, sampling);
   }
-  return { phase, rowCount, sampledCount, lastPosition };
+  const asking = sequences.map((sequence) => ({ ...sequence, sampleCount: sampleCount(sequence) }));
+  const choices = writeChoices(device, workspace.choice, { config, limits, sequences: asking });
+  return { shape: { phase, rowCount, sampledCount, lastPosition }, choices };
 }
 
 function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence): void {
@@ -460,12 +518,20 @@ function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence):
   }
 }
 
-// Submit what is recorded and bring the start of a tensor back, as memory of the caller's own.
-function readBack(model: Model, recorder: Recorder, source: Tensor, byteLength: number): Promise<ArrayBuffer> {
+// Submit what is recorded and bring the starts of tensors back, one behind the other, as memory of the caller's own.
+function readBack(
+  model: Model,
+  recorder: Recorder,
+  parts: readonly { source: Tensor; byteLength: number }[],
+): Promise<ArrayBuffer> {
   return model.readback.read(
-    byteLength,
+    parts.reduce((sum, { byteLength }) => sum + byteLength, 0),
     (buffer) => {
-      recorder.copy(source.buffer, source.offsetBytes, buffer, 0, byteLength);
+      let offset = 0;
+      for (const { source, byteLength } of parts) {
+        recorder.copy(source.buffer, source.offsetBytes, buffer, offset, byteLength);
+        offset += byteLength;
+      }
       recorder.submit();
     },
     (bytes) => bytes.slice(0),
@@ -491,7 +557,8 @@ async function warmPipelines(model: Model, onProgress: (progress: ModelProgress)
       const pages = Array.from({ length: Math.ceil((lastPosition + 1) / config.pageTokens) }, () => 0);
       const greedy = { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 };
       const tokens = new Uint32Array(rowCount).fill(config.bosTokenId);
-      const sequence = { slot: 0, pages, start, tokens, sampling: greedy, drafted: drafting && rowCount > 1 };
+      const asked = { rules: { banned: [config.eosTokenId] }, logprobs: 1 };
+      const sequence = { slot: 0, pages, start, tokens, sampling: greedy, drafted: drafting && rowCount > 1, ...asked };
       await warmStep(model, cache, { phase, sequences: [sequence] });
     }
     onProgress({ stage: 'pipelines', done: steps.length, total: steps.length });
@@ -518,17 +585,16 @@ function warmSteps(
 // What a warm-up step computes is of no interest; its cache was never filled, so its logits may not be numbers.
 async function warmStep(model: Model, cache: KvCache, batch: ForwardBatch): Promise<void> {
   const recorder = new Recorder(model.device);
-  const shape = writeStep(model, cache, batch);
+  const { shape, choices } = writeStep(model, cache, batch);
   const context = { recorder, config: model.config, workspace: model.workspace, shape };
   if (cache.draft) {
     const { mtp, buffers, draft } = draftParts(model, cache);
     const step = { phase: batch.phase, chunks: draftChunks(batch.sequences), rowsEach: Infinity };
     const args = { buffers, cache: draft, shape: writeDraftStep(model.device, buffers, step) };
-    recordDraftingStep(context, { model, cache, mtp, args });
+    recordDraftingStep(context, { model, cache, mtp, args, choices });
   } else {
     recordLayers(context, model, cache);
-    recordHead(context, model.weights);
-    sample(recorder, { ...model.workspace, ...model.workspace.steps, sampledCount: shape.sampledCount });
+    recordSamples(context, model, choices);
   }
-  await readBack(model, recorder, model.workspace.tokens, 4);
+  await readBack(model, recorder, [{ source: model.workspace.tokens, byteLength: 4 }]);
 }

@@ -8,6 +8,7 @@ import type { Dtype } from '../kernels/dtype.ts';
 import { allocateExpertScratch, type ExpertScratch } from '../kernels/experts.ts';
 import { SAMPLING_WORDS } from '../kernels/sample.ts';
 import { allocateTensor, uploadTensor, type Tensor } from '../kernels/tensor.ts';
+import { allocateChoiceWorkspace, maxEditsOf, type ChoiceWorkspace } from './choice.ts';
 import { OVERLAP_RATIO, type ModelConfig } from './config.ts';
 
 /** Largest step, and the longest sequence. */
@@ -19,6 +20,8 @@ export interface ModelLimits {
   readonly maxPages: number;
   /** Rows that one step can sample, or whose logits it can make. */
   readonly maxSampled: number;
+  /** Changes of single logits in one step (kernels/rules.ts). */
+  readonly maxEdits: number;
 }
 
 /** The step's description on the device; see `writeStep` in transformer.ts. */
@@ -110,6 +113,7 @@ export interface Workspace {
   readonly logits: Tensor;
   /** u32 [maxSampled]. */
   readonly tokens: Tensor;
+  readonly choice: ChoiceWorkspace;
 }
 
 // Scratch that grows with rows times keys is cut at this size, or at what the adapter binds; kernels then go through the rows block by block.
@@ -135,6 +139,7 @@ export function modelLimits(
     maxSequences: asked.maxSequences,
     maxPositions,
     maxPages: Math.ceil(maxPositions / config.pageTokens),
+    maxEdits: maxEditsOf(config.vocabSize),
     maxSampled: Math.min(
       maxRows,
       rowsThatBind(config.vocabSize),
@@ -187,6 +192,7 @@ export function allocateWorkspace(device: Device, config: ModelConfig, limits: M
     headNormed: allocate('head normed', [maxSampled, hiddenSize]),
     logits: allocate('logits', [maxSampled, vocabSize]),
     tokens: allocate('tokens', [maxSampled], 'u32'),
+    choice: allocateChoiceWorkspace(device, config, limits),
   };
 }
 

@@ -53,6 +53,7 @@ import {
   type RoomKey,
   type RouterToWorker,
   type SubmitMessage,
+  type TokenChoice,
   type TokensMessage,
 } from '../transfer/messages.ts';
 import {
@@ -93,6 +94,7 @@ import {
   type Lease,
   type Pools,
 } from './pages.ts';
+import { allowsDraft, rowRules } from './rules.ts';
 import type {
   DecodeBatch,
   DecodeLimits,
@@ -342,6 +344,7 @@ export function nextDecodeBatch(state: DecodeState): DecodeBatch | null {
       position: request.promptTokens.length + sequence.tokens.length - 1,
       drafted: isDrafted(state, room),
       sampling: request.sampling,
+      rules: rowRules(request, sequence.tokens),
     });
   }
   if (rows.length === 0) return null;
@@ -686,12 +689,12 @@ function onStepDone(state: DecodeState, tokens: readonly SampledToken[], nowMs: 
   const { step } = state;
   if (step === null) throw new Error('step_done without a step');
   state.step = null;
-  const sampled = new Map<RoomKey, number[]>(step.map((key) => [key, []]));
-  for (const { key, token } of tokens) sampled.get(key)?.push(token);
+  const sampled = new Map<RoomKey, SampledToken[]>(step.map((key) => [key, []]));
+  for (const each of tokens) sampled.get(each.key)?.push(each);
   for (const key of step) {
     const room = state.live.get(key) as DecodeRoom;
     const sequence = sequenceOf(state, key);
-    const added = sampled.get(key) as number[];
+    const added = sampled.get(key) as SampledToken[];
     if (added.length === 0) throw new Error(`step_done has no token for ${key}`);
     sequence.stepping = false;
     if (sequence.stopReason !== null) {
@@ -707,28 +710,37 @@ function addTokens(
   state: DecodeState,
   key: RoomKey,
   room: DecodeRoom,
-  added: readonly number[],
+  sampled: readonly SampledToken[],
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
   const { stopTokens, maxTokens } = room.request;
   const { tokens } = sequenceOf(state, key);
   const position = tokens.length;
+  const added: number[] = [];
+  for (const { token } of sampled) if (token !== null) added.push(token);
+  const isStuck = added.length < sampled.length;
   const stopIndex = added.findIndex((token) => stopTokens.includes(token));
   const isStopped = stopIndex >= 0 && position + stopIndex < maxTokens;
   tokens.push(...added.slice(0, isStopped ? stopIndex + 1 : maxTokens - position));
-  state.generatedTokens += tokens.length - position;
-  const router = parseKey(key)?.router as Epoch;
-  const rows = [{ key, position, tokens: tokens.slice(position) }];
-  effects.push({
-    type: 'report',
-    router,
-    message: { type: 'tokens', epoch: state.desk.self.epoch, rows },
-  });
+  const count = tokens.length - position;
+  state.generatedTokens += count;
+  if (count > 0) {
+    const choices = sampled.slice(0, count).flatMap(({ choice }) => (choice === undefined ? [] : [choice]));
+    const row = { key, position, tokens: tokens.slice(position), ...(choices.length < count ? {} : { choices }) };
+    const router = parseKey(key)?.router as Epoch;
+    effects.push({
+      type: 'report',
+      router,
+      message: { type: 'tokens', epoch: state.desk.self.epoch, rows: [row] },
+    });
+  }
   if (isStopped) {
     closeRoom(state, key, room, { ok: true, finish: 'stop' }, nowMs, effects);
   } else if (tokens.length >= maxTokens) {
     closeRoom(state, key, room, { ok: true, finish: 'length' }, nowMs, effects);
+  } else if (isStuck) {
+    closeRoom(state, key, room, { ok: false, reason: 'unsatisfiable' }, nowMs, effects);
   }
 }
 
@@ -820,7 +832,7 @@ function perform(
         break;
       }
       case 'ready':
-        becomeReady(state, key, room, effect.firstToken, nowMs, effects);
+        becomeReady(state, key, room, effect, nowMs, effects);
         break;
       case 'stopped': {
         remove(state.prealloc, key);
@@ -847,7 +859,7 @@ function becomeReady(
   state: DecodeState,
   key: RoomKey,
   room: DecodeRoom,
-  firstToken: number,
+  { firstToken, firstChoice }: { firstToken: number; firstChoice: TokenChoice | null },
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
@@ -863,7 +875,7 @@ function becomeReady(
   effects.push({ type: 'send', peer, socket: 'control', message });
   state.order.push(key);
   state.waiting.push(key);
-  addTokens(state, key, room, [firstToken], nowMs, effects);
+  addTokens(state, key, room, [{ key, token: firstToken, choice: firstChoice ?? undefined }], nowMs, effects);
 }
 
 /** The one place where a room's resources are released. */
@@ -927,11 +939,13 @@ function lacksPage({ limits }: DecodeState, { request, sequence, lease }: Decode
 }
 
 /**
- * True if a row has a draft in the next step: the page for its place is there, and the token behind it would be of use.
+ * True if a row has a draft in the next step: its rules allow one, the page for its place is there, and the token behind
+ * it would be of use.
  * No page is lent for a draft, so drafts take nothing from anybody; a row whose page is full waits one step for the next.
  */
 function isDrafted({ limits }: DecodeState, { request, sequence, lease }: DecodeRoom): boolean {
   if (!limits.drafts || sequence === null || lease === null) return false;
+  if (!allowsDraft(request, sequence.tokens.length)) return false;
   const tokenCount = sequence.tokens.length + 1;
   return (
     tokenCount < request.maxTokens && lease.pages.length >= pagesFor(limits, request.promptTokens.length + tokenCount)

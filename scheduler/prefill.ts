@@ -85,6 +85,7 @@ import {
   type PrefixCounts,
   type PromptHashes,
 } from './prefix-cache.ts';
+import { rowRules } from './rules.ts';
 import type {
   DropCounts,
   PrefillBatch,
@@ -319,7 +320,8 @@ export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
     room.resume = null;
     const keep = end % pageTokens === 0 ? takeState(cache, lease.owner) : null;
     const { slot, pages } = lease;
-    chunks.push({ key, slot, pages: pages.slice(), tokens, next, start, end, last, sampling, resume, keep });
+    const rules = last ? rowRules(request, []) : null;
+    chunks.push({ key, slot, pages: pages.slice(), tokens, next, start, end, last, sampling, rules, resume, keep });
     step.push({ key, end, last, keep });
     stepSender(sender, { type: 'step_started' }, limits);
     if (budget === 0) break;
@@ -692,16 +694,21 @@ function onStepDone(
   const { step } = state;
   if (step === null) throw new Error('step_done without a step');
   state.step = null;
-  const sampled = new Map(tokens.map(({ key, token }) => [key, token]));
+  const sampled = new Map(tokens.map((each) => [each.key, each]));
   for (const { key, end, last, keep } of step) {
     const room = state.live.get(key) as PrefillRoom;
     state.computedTokens += end - room.sender.computedTokens;
-    const firstToken = last ? sampled.get(key) : null;
-    if (firstToken === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
+    const first = last ? sampled.get(key) : null;
+    if (first === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
     if (last) remove(state.computing, key);
     publish(state, room, end, keep);
     if (last) reportCached(state, key, room, effects);
-    runSender(state, key, room, { type: 'computed', computedTokens: end, firstToken, nowMs }, effects);
+    const firstToken = first?.token ?? null;
+    const computed = { type: 'computed', computedTokens: end, firstToken, firstChoice: first?.choice, nowMs } as const;
+    runSender(state, key, room, computed, effects);
+    if (last && firstToken === null && state.live.has(key)) {
+      stopRoom(state, key, room, { reason: 'unsatisfiable', tellPeer: true }, nowMs, effects);
+    }
   }
 }
 

@@ -10,6 +10,7 @@ import type {
   RoomKey,
   SamplingParams,
   SlotId,
+  TokenChoice,
   WorkerToRouter,
 } from '../transfer/messages.ts';
 
@@ -112,6 +113,8 @@ export interface PrefillChunk {
   end: number;
   last: boolean;
   sampling: SamplingParams;
+  /** Of the token that the last chunk samples; null: none. */
+  rules: RowRules | null;
   /** The state that `slot` begins with; null where it already has it. */
   resume: StateId | null;
   /** Where the state at `end` is copied to. */
@@ -135,12 +138,33 @@ export interface DecodeRow {
   position: number;
   drafted: boolean;
   sampling: SamplingParams;
+  /** Of the token that is sampled, and of the one behind a draft; null: none. */
+  rules: RowRules | null;
+}
+
+/** What a request's rules come to at one position; kernels/rules.ts says what they do. */
+export interface RowRules {
+  biasIds: readonly number[];
+  biases: readonly number[];
+  /** Tokens that must not come here. */
+  banned: readonly number[];
+  /** `generated` is the answer so far; `prompt` is empty where it makes no difference. */
+  penalties: {
+    presence: number;
+    frequency: number;
+    repetition: number;
+    prompt: Uint32Array;
+    generated: readonly number[];
+  } | null;
 }
 
 /** A token sampled in a step, by room. Several of one room are in the order of their positions. */
 export interface SampledToken {
   key: RoomKey;
-  token: number;
+  /** Null: the room's rules leave none, which ends it. */
+  token: number | null;
+  /** There if the request asked for log probabilities. */
+  choice?: TokenChoice | undefined;
 }
 
 /** A prompt, and where what is known of it goes. Index i of `pages` holds page i of the prompt. */

@@ -7,9 +7,10 @@
 import { openDevice, type Device } from '../kernels/device.ts';
 import { ConfigError, loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
 import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
-import { forward, forwardDrafting, loadModel, type ForwardBatch, type Model } from '../model/transformer.ts';
-import type { DecodeBatch, PrefillBatch } from '../scheduler/types.ts';
-import type { PageId } from '../transfer/messages.ts';
+import type { Choosing, Sample } from '../model/choice.ts';
+import { forwardSamples, loadModel, type ForwardBatch, type Model } from '../model/transformer.ts';
+import type { DecodeBatch, PrefillBatch, RowRules } from '../scheduler/types.ts';
+import type { PageId, RoomKey, SamplingParams } from '../transfer/messages.ts';
 
 /** Stands where the draft goes in a step's tokens. */
 export const DRAFT_PLACE = 0;
@@ -49,6 +50,12 @@ export interface DraftCounts {
   readonly rightDrafts: number;
 }
 
+/**
+ * Which tokens may be chosen next, by room, for the rooms that have such a rule: bit `id % 32` of word `id >> 5`,
+ * ceil(V / 32) words. They must stay as they are until the step is done. A room with a mask must not be drafted.
+ */
+export type TokenMasks = ReadonlyMap<RoomKey, Uint32Array>;
+
 /** A loaded model that runs batches and moves KV units in and out of the cache. */
 export interface Engine {
   readonly config: ModelConfig;
@@ -62,10 +69,16 @@ export interface Engine {
   readonly slotBytes: number;
   /** What two workers must agree on to exchange units; compared field by field in HELLO. */
   readonly layout: KvCache['layout'];
-  /** Run the chunks in one step. Resolves with the sampled token of each `last` chunk, in batch order. */
-  prefill(batch: PrefillBatch): Promise<number[]>;
-  /** Advance every row. Resolves with the next token of each row, in batch order; with two where a draft was right. */
-  decode(batch: DecodeBatch): Promise<number[][]>;
+  /**
+   * Run the chunks in one step. Resolves with the sample of each `last` chunk, in batch order; its token is null where
+   * the chunk's rules and mask leave none.
+   */
+  prefill(batch: PrefillBatch, masks?: TokenMasks): Promise<Sample[]>;
+  /**
+   * Advance every row. Resolves with the next sample of each row, in batch order; with two where a draft was right. A
+   * token is null where the row's rules and mask leave none.
+   */
+  decode(batch: DecodeBatch, masks?: TokenMasks): Promise<Sample[][]>;
   /** Prompt tokens computed so far by `prefill`. */
   prefilledTokens(): number;
   /** Rows that `decode` has run so far, how many of them had a draft, and how many a right one. */
@@ -127,8 +140,7 @@ export function requireDraftBlock(config: ModelConfig): void {
 function engineOf(device: Device, model: Model, cache: KvCache): Engine {
   let prefilledTokens = 0;
   const counts = { rows: 0, drafts: 0, rightDrafts: 0 };
-  const run = async (batch: ForwardBatch): Promise<number[][]> =>
-    cache.draft ? forwardDrafting(model, cache, batch) : (await forward(model, cache, batch)).map((token) => [token]);
+  const run = (batch: ForwardBatch): Promise<Sample[][]> => forwardSamples(model, cache, batch);
   return {
     config: model.config,
     device,
@@ -139,7 +151,7 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     pageBytes: cache.pageBytes,
     slotBytes: cache.slotBytes,
     layout: cache.layout,
-    async prefill(batch) {
+    async prefill(batch, masks) {
       // Before the first `await`: what the scheduler does with these states from now on comes later on the device, too.
       for (const { resume, slot } of batch.chunks) if (resume !== null) cache.resumeSlot(resume, slot);
       const sampled = await run({
@@ -151,6 +163,7 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
           tokens: chunk.tokens,
           next: chunk.next ?? undefined,
           sampling: chunk.last ? chunk.sampling : null,
+          ...(chunk.last ? choosing(chunk, masks) : {}),
         })),
       });
       for (const { start, end, slot, keep } of batch.chunks) {
@@ -159,7 +172,7 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
       }
       return sampled.flat();
     },
-    async decode(batch) {
+    async decode(batch, masks) {
       const sampled = await run({
         phase: 'decode',
         sequences: batch.rows.map((row) => ({
@@ -169,6 +182,7 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
           tokens: row.drafted ? [row.token, DRAFT_PLACE] : [row.token],
           drafted: row.drafted,
           sampling: row.sampling,
+          ...choosing(row, masks),
         })),
       });
       counts.rows += batch.rows.length;
@@ -185,4 +199,16 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     writeSlot: (slot, bytes) => cache.writeSlot(slot, bytes),
     close: () => device.close(),
   };
+}
+
+/** A row's rules and its wish for log probabilities, as the model takes them. */
+function choosing(
+  { key, rules, sampling }: { key: RoomKey; rules: RowRules | null; sampling: SamplingParams },
+  masks: TokenMasks | undefined,
+): Choosing {
+  const mask = masks?.get(key);
+  const logprobs = sampling.logprobs ?? null;
+  if (rules === null) return { rules: mask === undefined ? null : { mask }, logprobs };
+  const { biasIds: ids, biases: amounts, banned, penalties } = rules;
+  return { rules: { mask, bias: { ids, amounts }, banned, penalties: penalties ?? undefined }, logprobs };
 }

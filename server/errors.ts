@@ -104,6 +104,10 @@ const reasonErrors: Record<Reason, { code: ErrorCode; message: string }> = {
   draining: { code: 'server_draining', message: 'The server is shutting down.' },
   shutdown: { code: 'server_draining', message: 'The server is shutting down.' },
   unknown: { code: 'kv_transfer_failed', message: 'A worker did not know this request.' },
+  unsatisfiable: {
+    code: 'invalid_value',
+    message: 'The constraints of this request leave no token to choose; send fewer of them.',
+  },
   internal: { code: 'internal_error', message: 'The server found a fault of its own and gave this request up.' },
 };
 

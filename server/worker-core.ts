@@ -19,6 +19,7 @@ import {
   stepPrefill,
   type PrefillEvent,
 } from '../scheduler/prefill.ts';
+import type { Sample } from '../model/choice.ts';
 import type { PrefixCounts } from '../scheduler/prefix-cache.ts';
 import type { DropCounts, SampledToken, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
 import { viewDecode, viewPrefill, viewUnacked, type RoomView, type UnackedView } from '../scheduler/views.ts';
@@ -153,8 +154,8 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
         rows: batch.chunks.length,
         first: batch.chunks.flatMap(({ key, start, resume }) => (start === 0 || resume !== null ? [key] : [])),
         async run() {
-          const tokens = await engine.prefill(batch);
-          return sampling.map((chunk, index) => ({ key: chunk.key, token: tokens[index]! }));
+          const samples = await engine.prefill(batch);
+          return sampling.map(({ key }, index) => sampledToken(key, samples[index]!));
         },
       };
     },
@@ -224,8 +225,8 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
         rows: batch.rows.length,
         first: [],
         async run() {
-          const tokens = await engine.decode(batch);
-          return batch.rows.flatMap(({ key }, index) => tokens[index]!.map((token) => ({ key, token })));
+          const samples = await engine.decode(batch);
+          return batch.rows.flatMap(({ key }, index) => samples[index]!.map((sample) => sampledToken(key, sample)));
         },
       };
     },
@@ -266,6 +267,14 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
       };
     },
   };
+}
+
+/** A sample as the schedulers and the wire have it. */
+function sampledToken(key: RoomKey, { token, logprobs }: Sample): SampledToken {
+  if (token === null || logprobs === null) return { key, token };
+  const { logprob, top } = logprobs;
+  const topIds = top.map(({ id }) => id);
+  return { key, token, choice: { logprob, topIds, topLogprobs: top.map((each) => each.logprob) } };
 }
 
 function commonGauges(

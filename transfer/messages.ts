@@ -15,13 +15,16 @@ import { Decoder, Encoder } from '@msgpack/msgpack';
 import { crc32c } from './checksum.ts';
 
 /** Version of the messages and their meaning. Peers of another version are refused in HELLO, by name. */
-export const PROTOCOL_VERSION = 1;
+export const PROTOCOL_VERSION = 2;
 
 /** Version of the frame itself: what is needed to read a HELLO of any protocol version, and its refusal. */
 const FRAME_VERSION = 1;
 
 /** Longest name of a worker, and longest text field, in UTF-16 units. */
 const MAX_TEXT = 1024;
+
+/** Most likeliest tokens that are told with one. */
+const MAX_TOP_LOGPROBS = 20;
 
 /** Most units one message may list: 1 M pages of 128 tokens. */
 const MAX_LIST = 1 << 20;
@@ -80,6 +83,7 @@ export const REASONS = [
   'draining', // the worker takes nothing new
   'shutdown', // the worker stops
   'unknown', // answer to a cancel of something never seen
+  'unsatisfiable', // the request's own rules leave no token to choose
   'internal', // a ledger violation on our side; the room is the price
 ] as const;
 
@@ -145,6 +149,35 @@ export interface SamplingParams {
   topP: number;
   minP: number;
   seed: number;
+  /** Absent: none. */
+  rules?: SamplingRules;
+  /** How many of the likeliest tokens are told with each token, beside its own logprob, 0 to 20; absent: nothing is. */
+  logprobs?: number;
+}
+
+/** What changes the model's logits before a token is chosen; kernels/rules.ts says how. */
+export interface SamplingRules {
+  /** -2 to 2 each, over the tokens of the answer; 0 does nothing. */
+  presencePenalty: number;
+  frequencyPenalty: number;
+  /** Above 0, up to 2, over prompt and answer; 1 does nothing. */
+  repetitionPenalty: number;
+  /** Token ids, and the bias of each, -100 to 100: lists of equal length, no id twice. */
+  biasIds: number[];
+  biases: number[];
+  /** None of the answer's first so many tokens is one of the `stopTokens`. */
+  minTokens: number;
+}
+
+/**
+ * What is known of the choice of one token: natural logarithms of probabilities under the model's logits, before
+ * temperature and rules. The chosen token need not be among the likeliest.
+ */
+export interface TokenChoice {
+  logprob: number;
+  /** The likeliest tokens and theirs, likeliest first: lists of equal length. */
+  topIds: number[];
+  topLogprobs: number[];
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -194,6 +227,8 @@ export interface EndMessage extends PeerEnvelope {
   tokenCount: number;
   digest: string;
   firstToken: number;
+  /** Null unless the request asked for it. */
+  firstChoice: TokenChoice | null;
   checksum: number;
 }
 /** D -> P, control. All arrived; P may release. Answered by DONE_ACK, also for an unknown key. */
@@ -337,11 +372,21 @@ export interface AcceptedMessage {
   key: RoomKey;
   epoch: Epoch;
 }
-/** Tokens of one decode step, one row per room of this router. `position` counts the room's generated tokens from 0. */
+/**
+ * Tokens of one decode step, one row per room of this router. `position` counts the room's generated tokens from 0.
+ * `choices` is there if the request asked for log probabilities, one for each token.
+ */
 export interface TokensMessage {
   type: 'tokens';
   epoch: Epoch;
-  rows: { key: RoomKey; position: number; tokens: number[] }[];
+  rows: TokensRow[];
+}
+/** The new tokens of one room. */
+export interface TokensRow {
+  key: RoomKey;
+  position: number;
+  tokens: number[];
+  choices?: TokenChoice[];
 }
 /** The half is over and holds nothing. Repeated until `end_ack`. `tokenCount`: tokens this half has sent in all. */
 export interface EndedMessage {
@@ -408,12 +453,16 @@ const isListOf =
   (value) =>
     Array.isArray(value) && value.length <= MAX_LIST && value.every(check);
 const isRecord: Check = (value) => typeof value === 'object' && value !== null && !Array.isArray(value);
+/** Exactly these fields; those of `extras` may be left out. */
 const isShape =
-  (shape: Record<string, Check>): Check =>
+  (shape: Record<string, Check>, extras: Record<string, Check> = {}): Check =>
   (value) =>
     isRecord(value) &&
-    Object.keys(value as object).length === Object.keys(shape).length &&
-    Object.entries(shape).every(([field, check]) => check((value as Record<string, unknown>)[field]));
+    Object.entries(shape).every(([field, check]) => check((value as Record<string, unknown>)[field])) &&
+    Object.entries(value as object).every(
+      ([field, given]) =>
+        Object.hasOwn(shape, field) || (Object.hasOwn(extras, field) && (extras[field] as Check)(given)),
+    );
 const isFields: Check = (value) =>
   isRecord(value) &&
   Object.keys(value as object).length <= 64 &&
@@ -428,13 +477,31 @@ const isManifest: Check = (value) =>
     generations: isListOf(isU32),
   })(value) && (value as Manifest).generations.length === (value as Manifest).pageCount + 1;
 const isWorkerRef = isShape({ name: isText, epoch: isEpoch, address: isText });
-const isSampling = isShape({
-  temperature: isNumber,
-  topK: isCount,
-  topP: isNumber,
-  minP: isNumber,
-  seed: isU32,
-});
+const isBetween =
+  (least: number, most: number): Check =>
+  (value) =>
+    isNumber(value) && (value as number) >= least && (value as number) <= most;
+const isRules: Check = (value) =>
+  isShape({
+    presencePenalty: isBetween(-2, 2),
+    frequencyPenalty: isBetween(-2, 2),
+    repetitionPenalty: (penalty) => isBetween(0, 2)(penalty) && penalty !== 0,
+    biasIds: isListOf(isU32),
+    biases: isListOf(isBetween(-100, 100)),
+    minTokens: isCount,
+  })(value) && (value as SamplingRules).biasIds.length === (value as SamplingRules).biases.length;
+const isTopCount: Check = (value) => isCount(value) && (value as number) <= MAX_TOP_LOGPROBS;
+const isSampling = isShape(
+  { temperature: isNumber, topK: isCount, topP: isNumber, minP: isNumber, seed: isU32 },
+  { rules: isRules, logprobs: isTopCount },
+);
+const isChoice: Check = (value) =>
+  isShape({ logprob: isNumber, topIds: isListOf(isU32), topLogprobs: isListOf(isNumber) })(value) &&
+  (value as TokenChoice).topIds.length <= MAX_TOP_LOGPROBS &&
+  (value as TokenChoice).topIds.length === (value as TokenChoice).topLogprobs.length;
+const isTokensRow: Check = (value) =>
+  isShape({ key: isKey, position: isCount, tokens: isListOf(isU32) }, { choices: isListOf(isChoice) })(value) &&
+  ((value as TokensRow).choices?.length ?? (value as TokensRow).tokens.length) === (value as TokensRow).tokens.length;
 const isOutcome: Check = (value) =>
   isShape({ ok: (ok) => ok === true, finish: isOneOf('stop', 'length', 'sent') })(value) ||
   isShape({ ok: (ok) => ok === false, reason: isReason })(value);
@@ -462,6 +529,7 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
     tokenCount: isCount,
     digest: isText,
     firstToken: isU32,
+    firstChoice: (value) => value === null || isChoice(value),
     checksum: isU32,
   },
   DONE: PEER,
@@ -504,7 +572,7 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
   mark: { smallestSequence: isCount },
   drain: {},
   accepted: { key: isKey, epoch: isEpoch },
-  tokens: { epoch: isEpoch, rows: isListOf(isShape({ key: isKey, position: isCount, tokens: NUMBERS })) },
+  tokens: { epoch: isEpoch, rows: isListOf(isTokensRow) },
   end: { key: isKey, epoch: isEpoch, outcome: isOutcome, tokenCount: isCount },
   load: {
     epoch: isEpoch,

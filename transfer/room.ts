@@ -34,6 +34,8 @@ import {
   type RouterToWorker,
   type SamplingParams,
   type SubmitMessage,
+  type TokenChoice,
+  type TokensRow,
   type WorkerRef,
 } from './messages.ts';
 
@@ -41,7 +43,7 @@ export type RoomEvent =
   | { type: 'pair'; prefill: WorkerRef; decode: WorkerRef; nowMs: number }
   | { type: 'no_pair'; nowMs: number }
   | { type: 'accepted'; key: RoomKey; epoch: Epoch; nowMs: number }
-  | { type: 'tokens'; key: RoomKey; epoch: Epoch; position: number; tokens: number[]; nowMs: number }
+  | ({ type: 'tokens'; epoch: Epoch; nowMs: number } & TokensRow)
   | { type: 'end'; key: RoomKey; epoch: Epoch; outcome: Outcome; tokenCount: number; nowMs: number }
   | { type: 'worker_up'; epoch: Epoch; nowMs: number }
   | { type: 'worker_lost'; epoch: Epoch; nowMs: number }
@@ -53,7 +55,8 @@ export type RoomEffect =
   | { type: 'send'; epoch: Epoch; message: RouterToWorker }
   /** `avoid`: lives that died or refused during this room. */
   | { type: 'choose_pair'; room: RoomId; attempt: number; avoid: Epoch[] }
-  | { type: 'deliver'; position: number; tokens: number[] }
+  /** `choices`: one for each token, if the request asked for them. */
+  | { type: 'deliver'; position: number; tokens: number[]; choices?: TokenChoice[] }
   | { type: 'outcome'; outcome: Outcome; attempts: number; tokenCount: number }
   | { type: 'close' };
 
@@ -251,7 +254,7 @@ function startAttempt(
 
 function onTokens(
   room: Room,
-  event: { key: RoomKey; epoch: Epoch; position: number; tokens: number[]; nowMs: number },
+  event: TokensRow & { epoch: Epoch; nowMs: number },
   limits: ResendLimits,
   effects: RoomEffect[],
 ): void {
@@ -262,11 +265,13 @@ function onTokens(
     giveUp(room, { ok: false, reason: 'peer_lost' }, event.nowMs, limits, effects);
     return;
   }
-  const tokens = event.tokens.slice(room.tokenCount - event.position);
+  const seen = room.tokenCount - event.position;
+  const tokens = event.tokens.slice(seen);
   if (tokens.length === 0) return;
   // A token answers everything but a cancel.
   half.pending = null;
-  effects.push({ type: 'deliver', position: room.tokenCount, tokens });
+  const choices = event.choices === undefined ? {} : { choices: event.choices.slice(seen) };
+  effects.push({ type: 'deliver', position: room.tokenCount, tokens, ...choices });
   room.tokenCount += tokens.length;
 }
 

@@ -23,6 +23,7 @@ import {
   type Manifest,
   type Outcome,
   type PeerMessage,
+  type TokenChoice,
   type Reason,
   type RoomKey,
 } from './messages.ts';
@@ -61,6 +62,8 @@ export interface Sender {
   chunkCount: number;
   computedTokens: number;
   firstToken: number | null;
+  /** Of the first token, if the request asked for it. */
+  firstChoice: TokenChoice | null;
   /** A step that writes our pages is under way. */
   stepping: boolean;
   /** Set from the first END on. */
@@ -93,7 +96,13 @@ export type SenderEvent =
   | { type: 'cached'; computedTokens: number }
   | { type: 'step_started' }
   /** `firstToken` is null until the last chunk. */
-  | { type: 'computed'; computedTokens: number; firstToken: number | null; nowMs: number }
+  | {
+      type: 'computed';
+      computedTokens: number;
+      firstToken: number | null;
+      firstChoice?: TokenChoice | undefined;
+      nowMs: number;
+    }
   | { type: 'read_done'; firstUnit: number; checksums: number[]; nowMs: number }
   | { type: 'peer_up'; nowMs: number }
   | { type: 'stop'; reason: Reason; tellPeer: boolean; nowMs: number }
@@ -147,6 +156,7 @@ export function createSender(
     chunkCount: 0,
     computedTokens: 0,
     firstToken: null,
+    firstChoice: null,
     stepping: false,
     endResend: null,
     stopReason: null,
@@ -184,6 +194,7 @@ export function stepSender(sender: Sender, event: SenderEvent, limits: SenderLim
       if (sender.phase === 'unwinding') return finishUnwinding(sender);
       sender.computedTokens = event.computedTokens;
       sender.firstToken = event.firstToken;
+      sender.firstChoice = event.firstChoice ?? null;
       renewStall(sender, event.nowMs, limits);
       return [];
     case 'read_done':
@@ -445,6 +456,7 @@ function end(sender: Sender): PeerMessage {
     tokenCount: sender.tokenCount,
     digest: sender.digest,
     firstToken: sender.firstToken as number,
+    firstChoice: sender.firstChoice,
     checksum: combineChecksums(sender.checksums),
   };
 }

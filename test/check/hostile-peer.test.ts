@@ -84,7 +84,18 @@ function forge(name: string, key: RoomKey, from: Epoch, to: Epoch): PeerMessage 
         payloadBytes: 2,
       };
     case 'END':
-      return { type: 'END', from, to, key, unitCount: 2, tokenCount: 1, digest, firstToken: 5, checksum: 0 };
+      return {
+        type: 'END',
+        from,
+        to,
+        key,
+        unitCount: 2,
+        tokenCount: 1,
+        digest,
+        firstToken: 5,
+        firstChoice: null,
+        checksum: 0,
+      };
     case 'ABORT':
       return { type: 'ABORT', from, to, key, reason: 'internal' };
     case 'DONE':

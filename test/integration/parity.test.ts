@@ -6,6 +6,7 @@
  */
 import assert from 'node:assert/strict';
 import { before, test } from 'node:test';
+import type { Sample } from '../../model/choice.ts';
 import type { ConfigChoices } from '../../model/config.ts';
 import { openEngine, type Engine } from '../../server/engine.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
@@ -29,8 +30,8 @@ const expected: string[] = [];
 /** Prefill in chunks, then decode row by row, in this process. */
 async function generateAlone(engine: Engine, prompt: readonly number[]): Promise<number[]> {
   const pages = Array.from({ length: Math.ceil((prompt.length + OUTPUT_TOKENS) / PAGE_TOKENS) }, (_, page) => page);
-  const shared = { key: 'alone', slot: 0, pages, sampling: GREEDY };
-  let sampled: number[] = [];
+  const shared = { key: 'alone', slot: 0, pages, sampling: GREEDY, rules: null };
+  let sampled: Sample[] = [];
   for (let start = 0; start < prompt.length; start += CHUNK_TOKENS) {
     const end = Math.min(start + CHUNK_TOKENS, prompt.length);
     const last = end === prompt.length;
@@ -39,11 +40,11 @@ async function generateAlone(engine: Engine, prompt: readonly number[]): Promise
       chunks: [{ ...shared, tokens, next: null, start, end, last, resume: null, keep: null }],
     });
   }
-  const output = [sampled[0]!];
+  const output = [sampled[0]!.token!];
   while (output.length < OUTPUT_TOKENS) {
     const position = prompt.length + output.length - 1;
     const next = await engine.decode({ rows: [{ ...shared, token: output.at(-1)!, position, drafted: false }] });
-    output.push(next[0]![0]!);
+    output.push(next[0]![0]!.token!);
   }
   return output;
 }

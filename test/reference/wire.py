@@ -83,10 +83,13 @@ TO_P = {"from": D, "to": P, "key": KEY}
 REF_P = {"name": "prefill@a:8100", "epoch": P, "address": "tcp://10.0.0.1:9001"}
 REF_D = {"name": "decode@b:8200", "epoch": D, "address": ""}
 PAYLOAD = bytes(range(20))
+CHOICE = {"logprob": -0.5, "topIds": [9, 70000], "topLogprobs": [-0.5, -1.25]}
+RULES = {"presencePenalty": -0.5, "frequencyPenalty": 2, "repetitionPenalty": 1.25, "biasIds": [7, 300],
+         "biases": [100, -99.5], "minTokens": 3}
 
 MESSAGES = [
-    {"type": "HELLO", "version": 1, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
-    {"type": "WELCOME", "version": 1, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
+    {"type": "HELLO", "version": 2, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
+    {"type": "WELCOME", "version": 2, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
      "dataAddress": "tcp://*:9002", "fields": {"model": "x", "layout": "{}"}},
     {"type": "REFUSE", "epoch": P, "link": 2, "field": "model", "ours": "x", "theirs": "y"},
     {"type": "PING", "from": P, "to": "", "link": 300, "answer": True},
@@ -100,21 +103,21 @@ MESSAGES = [
      "checksums": [crc32c(PAYLOAD[:10]), crc32c(PAYLOAD[10:])], "payloadBytes": 20},
     {"type": "CREDIT", **TO_P, "bytes": 65536},
     {"type": "END", **PEER, "unitCount": 4, "tokenCount": 300, "digest": "0123456789abcdef", "firstToken": 9,
-     "checksum": 3735928559},
+     "firstChoice": CHOICE, "checksum": 3735928559},
     {"type": "DONE", **TO_P},
     {"type": "DONE_ACK", **PEER},
     {"type": "ABORT", **PEER, "reason": "deadline"},
     {"type": "ABORT_ACK", **PEER},
     {"type": "submit", "key": KEY, "prefill": REF_P, "decode": REF_D, "digest": "0123456789abcdef",
      "promptTokens": [0, 70000, 4294967295], "maxTokens": 10, "stopTokens": [1],
-     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42}, "budgetMs": 1234.5},
+     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42, "rules": RULES, "logprobs": 2}, "budgetMs": 1234.5},
     {"type": "cancel", "key": KEY, "reason": "client_lost"},
     {"type": "peer_failed", "key": KEY},
     {"type": "end_ack", "key": KEY},
     {"type": "mark", "smallestSequence": 9},
     {"type": "drain"},
     {"type": "accepted", "key": KEY, "epoch": P},
-    {"type": "tokens", "epoch": D, "rows": [{"key": KEY, "position": 2, "tokens": [5, 1023]}]},
+    {"type": "tokens", "epoch": D, "rows": [{"key": KEY, "position": 2, "tokens": [5, 1023], "choices": [CHOICE, CHOICE]}]},
     {"type": "end", "key": KEY, "epoch": D, "outcome": {"ok": False, "reason": "gone"}, "tokenCount": 1},
     {"type": "load", "epoch": D, "rooms": 1, "roomLimit": 128, "running": 3, "queuedTokens": 40000, "pagesFree": 5,
      "pagesTotal": 600, "draining": False},

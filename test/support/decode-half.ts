@@ -80,6 +80,7 @@ export function endOf(pageCount: number, submit: SubmitMessage, firstToken: numb
     tokenCount: submit.promptTokens.length,
     digest: submit.digest,
     firstToken,
+    firstChoice: null,
     checksum: combineChecksums(sizes.map((size) => crc32c(new Uint8Array(size)))),
   };
 }

@@ -8,6 +8,9 @@ import {
   makeRoomId,
   parseKey,
   type Message,
+  type SamplingParams,
+  type SamplingRules,
+  type TokenChoice,
 } from '../../../transfer/messages.ts';
 import { createPrng } from '../../support/prng.ts';
 
@@ -16,6 +19,30 @@ const D = makeEpoch(1_700_000_000_001, 1);
 const KEY = makeKey(makeRoomId(makeEpoch(5, 6), 12), 3);
 const PEER = { from: P, to: D, key: KEY };
 const REF = { name: 'p0', epoch: P, address: 'tcp://127.0.0.1:1' };
+
+const CHOICE: TokenChoice = { logprob: -0.5, topIds: [7, 9], topLogprobs: [-0.1, -3.25] };
+const SAMPLING: SamplingParams = { temperature: 0.7, topK: 0, topP: 1, minP: 0, seed: 42 };
+const RULES: SamplingRules = {
+  presencePenalty: -2,
+  frequencyPenalty: 0.5,
+  repetitionPenalty: 1.25,
+  biasIds: [5, 0],
+  biases: [100, -100],
+  minTokens: 3,
+};
+
+const SUBMIT: Message = {
+  type: 'submit',
+  key: KEY,
+  prefill: REF,
+  decode: REF,
+  digest: 'abc',
+  promptTokens: Uint32Array.of(0, 70_000, 0xffffffff),
+  maxTokens: 10,
+  stopTokens: [1],
+  sampling: SAMPLING,
+  budgetMs: 1234.5,
+};
 
 /** One of each. */
 const MESSAGES: Message[] = [
@@ -44,7 +71,7 @@ const MESSAGES: Message[] = [
     payloadBytes: 5,
   },
   { type: 'CREDIT', ...PEER, bytes: 123 },
-  { type: 'END', ...PEER, unitCount: 4, tokenCount: 300, digest: 'abc', firstToken: 9, checksum: 1 },
+  { type: 'END', ...PEER, unitCount: 4, tokenCount: 300, digest: 'abc', firstToken: 9, firstChoice: null, checksum: 1 },
   { type: 'DONE', ...PEER },
   { type: 'DONE_ACK', ...PEER },
   { type: 'ABORT', ...PEER, reason: 'deadline' },
@@ -62,18 +89,7 @@ const MESSAGES: Message[] = [
   },
   { type: 'REFUSE', epoch: P, link: 2, field: 'model', ours: 'a', theirs: 'b' },
   { type: 'PING', from: P, to: '', link: 0, answer: true },
-  {
-    type: 'submit',
-    key: KEY,
-    prefill: REF,
-    decode: REF,
-    digest: 'abc',
-    promptTokens: Uint32Array.of(0, 70_000, 0xffffffff),
-    maxTokens: 10,
-    stopTokens: [1],
-    sampling: { temperature: 0.7, topK: 0, topP: 1, minP: 0, seed: 42 },
-    budgetMs: 1234.5,
-  },
+  SUBMIT,
   { type: 'cancel', key: KEY, reason: 'client_lost' },
   { type: 'peer_failed', key: KEY },
   { type: 'end_ack', key: KEY },
@@ -94,6 +110,18 @@ const MESSAGES: Message[] = [
     pagesTotal: 6,
     draining: false,
   },
+  {
+    type: 'END',
+    ...PEER,
+    unitCount: 4,
+    tokenCount: 300,
+    digest: 'abc',
+    firstToken: 9,
+    firstChoice: CHOICE,
+    checksum: 1,
+  },
+  { type: 'tokens', epoch: D, rows: [{ key: KEY, position: 2, tokens: [5, 6], choices: [CHOICE, CHOICE] }] },
+  { ...SUBMIT, sampling: { ...SAMPLING, rules: RULES, logprobs: 20 } },
 ];
 
 function framesOf(message: Message): Uint8Array[] {
@@ -153,6 +181,23 @@ test('well-formed messages with wrong fields are rejected', () => {
     { ...MESSAGES[14], budgetMs: Number.NaN },
     { ...MESSAGES[22], outcome: { ok: true, finish: 'stop', extra: 1 } },
     { ...MESSAGES[10], fields: { model: 7 } },
+    ...[
+      { rules: { ...RULES, presencePenalty: 2.5 } },
+      { rules: { ...RULES, frequencyPenalty: Number.NaN } },
+      { rules: { ...RULES, repetitionPenalty: 0 } },
+      { rules: { ...RULES, biasIds: [5] } },
+      { rules: { ...RULES, biases: [101, 0] } },
+      { rules: { ...RULES, minTokens: -1 } },
+      { rules: { ...RULES, colour: 1 } },
+      { rules: null },
+      { logprobs: 21 },
+      { logprobs: true },
+      { seed: -1 },
+      { typicalP: 0.5 },
+    ].map((wrong) => ({ ...SUBMIT, sampling: { ...SAMPLING, ...wrong } })),
+    ...[[CHOICE], [CHOICE, { ...CHOICE, topIds: [7] }], [CHOICE, { ...CHOICE, logprob: -Infinity }], null].map(
+      (choices) => ({ ...MESSAGES[21], rows: [{ key: KEY, position: 2, tokens: [5, 6], choices }] }),
+    ),
   ];
   for (const message of hostile) {
     const frames = framesOf(message as unknown as Message);

@@ -68,6 +68,7 @@ function end(changes: object = {}): ReceiverEvent {
     tokenCount: TOKENS,
     digest: 'x',
     firstToken: 7,
+    firstChoice: null,
     checksum: combineChecksums(CHECKSUMS),
     ...changes,
   });

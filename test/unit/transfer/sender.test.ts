@@ -3,7 +3,7 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { combineChecksums } from '../../../transfer/checksum.ts';
-import type { Manifest, PeerMessage } from '../../../transfer/messages.ts';
+import type { Manifest, PeerMessage, TokenChoice } from '../../../transfer/messages.ts';
 import { makeEpoch, makeKey, makeRoomId } from '../../../transfer/messages.ts';
 import {
   createSender,
@@ -29,6 +29,7 @@ const P = makeEpoch(1, 1);
 const D = makeEpoch(1, 2);
 const KEY = makeKey(makeRoomId(makeEpoch(1, 3), 0), 1);
 const TO_P = { from: D, to: P, key: KEY };
+const CHOICE: TokenChoice = { logprob: -0.5, topIds: [7], topLogprobs: [-0.5] };
 const TOKENS = 6; // two pages, the second half full
 const MANIFEST: Manifest = {
   tokenCount: TOKENS,
@@ -73,13 +74,14 @@ const EVENTS: Record<string, SenderEvent> = {
     tokenCount: TOKENS,
     digest: 'x',
     firstToken: 1,
+    firstChoice: null,
     checksum: 0,
   }),
   DONE_ACK: message({ type: 'DONE_ACK', ...TO_P }),
   admitted: { type: 'admitted', nowMs: 1 },
   cached: { type: 'cached', computedTokens: 4 },
   step_started: { type: 'step_started' },
-  computed: { type: 'computed', computedTokens: TOKENS, firstToken: 7, nowMs: 1 },
+  computed: { type: 'computed', computedTokens: TOKENS, firstToken: 7, firstChoice: CHOICE, nowMs: 1 },
   read_done: { type: 'read_done', firstUnit: 0, checksums: [11], nowMs: 1 },
   peer_up: { type: 'peer_up', nowMs: 1 },
   stop: { type: 'stop', reason: 'client_cancel', tellPeer: true, nowMs: 1 },
@@ -368,6 +370,7 @@ test('END says what was sent, whatever the order of the reads', () => {
     tokenCount: TOKENS,
     digest: 'x',
     firstToken: 7,
+    firstChoice: CHOICE,
     checksum: combineChecksums([11, 12, 13]),
   });
 });

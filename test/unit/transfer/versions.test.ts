@@ -3,7 +3,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { Dealer } from 'zeromq';
 import { openListener, type ChannelEvent } from '../../../transfer/channel.ts';
-import { decodeMessage, encodeMessage, makeEpoch } from '../../../transfer/messages.ts';
+import { decodeMessage, encodeMessage, makeEpoch, PROTOCOL_VERSION } from '../../../transfer/messages.ts';
 
 const EPOCH = makeEpoch(1000, 1);
 
@@ -31,7 +31,15 @@ test('a HELLO of another protocol version is refused with both versions', { time
   const dealer = new Dealer({ routingId: `${name} ${EPOCH} 1`, linger: 0 });
   t.after(() => dealer.close());
   dealer.connect(listener.address);
-  const hello = { type: 'HELLO', version: 2, role: 'decode', name, epoch: EPOCH, link: 1, fields: {} } as const;
+  const hello = {
+    type: 'HELLO',
+    version: PROTOCOL_VERSION + 1,
+    role: 'decode',
+    name,
+    epoch: EPOCH,
+    link: 1,
+    fields: {},
+  } as const;
   await dealer.send([encodeMessage(hello)]);
   const decoded = decodeMessage(await dealer.receive());
   assert.ok(decoded.ok);
@@ -40,10 +48,10 @@ test('a HELLO of another protocol version is refused with both versions', { time
     epoch: EPOCH,
     link: 1,
     field: 'version',
-    ours: '1',
-    theirs: '2',
+    ours: '2',
+    theirs: '3',
   });
-  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '1', theirs: '2' }]);
+  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '2', theirs: '3' }]);
 });
 
 test('a frame of another version is not read at all', () => {
