@@ -1071,8 +1071,8 @@ export const MUTANTS: readonly Mutant[] = [
       { file: ROOM, find: `  if (event.position > room.tokenCount) {`, put: `  if (event.position < 0) {` },
       {
         file: ROOM,
-        find: `event.tokens.slice(room.tokenCount - event.position);`,
-        put: `event.tokens.slice(Math.max(0, room.tokenCount - event.position));`,
+        find: `const seen = room.tokenCount - event.position;`,
+        put: `const seen = Math.max(0, room.tokenCount - event.position);`,
       },
     ],
     killers: [unit('transfer/room', WHOLE_TABLE), sim(/^I4/, RARE)],

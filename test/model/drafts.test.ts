@@ -7,12 +7,14 @@ import { readFileSync } from 'node:fs';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
 import { downloadTensor, uploadTensor } from '../../kernels/tensor.ts';
+import type { Sample } from '../../model/choice.ts';
 import type { KvCache } from '../../model/kv-cache.ts';
 import {
   forward,
   forwardDrafting,
   forwardLogits,
   forwardMtpLogits,
+  forwardSamples,
   type ForwardSequence,
   type SamplingParams,
 } from '../../model/transformer.ts';
@@ -171,6 +173,34 @@ describe('greedy answers with drafts', () => {
     for (const [place, { index }] of mixed.entries()) assert.deepEqual(outputs[place], plain.outputs[index]);
     assert.ok(rightShare > 0.3 && rightShare < 0.99, `both outcomes of a draft must occur: ${rightShare}`);
   });
+});
+
+test('rules that each token has alone, and log probabilities, are the same with drafts', async () => {
+  const { prompt_ids: prompt } = samples[0]!;
+  const bias = { ids: [5, 77], amounts: [3, -100] };
+  const asked = { rules: { bias, banned: [9] }, logprobs: 3 };
+  const answers: Sample[][] = [];
+  for (const drafting of [false, true]) {
+    const { cache, places } = createTestCache(model, 1, { draft: drafting });
+    const first = { ...places[0]!, start: 0, tokens: prompt, sampling: greedy, ...asked };
+    const found = (await forwardSamples(model, cache, { phase: 'prefill', sequences: [first] })).flat();
+    while (found.length < 24) {
+      const start = prompt.length + found.length - 1;
+      const last = found.at(-1)!.token!;
+      const tokens = drafting ? [last, 0] : [last];
+      const sequences = [{ ...places[0]!, start, tokens, sampling: greedy, drafted: drafting, ...asked }];
+      found.push(...(await forwardSamples(model, cache, { phase: 'decode', sequences })).flat());
+    }
+    answers.push(found.slice(0, 24));
+    if (drafting) {
+      const penalties = { presence: 1, frequency: 0, repetition: 1, prompt: [], generated: [] };
+      const sequence = { ...places[0]!, start: 5, tokens: [1, 0], sampling: greedy, drafted: true };
+      const batch = { phase: 'decode', sequences: [{ ...sequence, rules: { penalties } }] } as const;
+      await assert.rejects(forwardSamples(model, cache, batch), /rules look at earlier tokens/);
+    }
+    cache.destroy();
+  }
+  assert.deepEqual(answers[1], answers[0]);
 });
 
 describe('a sequence whose drafts are wrong', () => {

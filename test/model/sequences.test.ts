@@ -3,8 +3,11 @@ import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
+import { maskWords } from '../../kernels/rules.ts';
+import type { SampleRules } from '../../model/choice.ts';
 import type { KvCache } from '../../model/kv-cache.ts';
-import { forward, forwardLogits, type ForwardSequence } from '../../model/transformer.ts';
+import { forward, forwardLogits, forwardSamples, type ForwardSequence, type Model } from '../../model/transformer.ts';
+import { NO_RULES, plainLogprobs, ruledLogits } from '../reference/rules.ts';
 import { createTestCache, openTestModel, prefillLogits, type TestPlace } from '../support/engine.ts';
 import { argmax } from '../support/golden.ts';
 import { assertSameBits, createTestRandom, openTestDevice } from '../support/gpu.ts';
@@ -171,6 +174,79 @@ describe('a sequence', () => {
     assert.equal(together[2], argmax(rows.at(-1)!));
     const seeds = await sampled(Array.from({ length: 12 }, (_, seed) => warm(seed)));
     assert.ok(new Set(seeds).size > 1, 'twelve seeds at temperature 3 should not all choose the same token');
+    cache.destroy();
+  });
+});
+
+describe('the choice of a token', () => {
+  const ids = randomIds(70);
+  const best = (logits: Float32Array): number[] =>
+    [...logits.keys()].toSorted((left, right) => logits[right]! - logits[left]! || left - right);
+  const maskOf = (allowed: readonly number[]): Uint32Array => {
+    const mask = new Uint32Array(maskWords(model.config.vocabSize));
+    for (const id of allowed) mask[id >> 5]! |= 1 << (id % 32);
+    return mask;
+  };
+
+  test('is under the rules of its own row, and its log probabilities are those of the logits', async () => {
+    const { cache, places } = createTestCache(model, 16);
+    const logits = (await prefillLogits(model, cache, { place: places[0]!, ids, chunk: 512 })).at(-1)!;
+    const order = best(logits);
+    const asked: [rules: SampleRules | null, logprobs: number | null, token: number | null][] = [
+      [null, null, order[0]!],
+      [{ mask: maskOf(order.slice(5, 9)) }, 2, order[5]!],
+      [{ banned: order.slice(0, 3) }, 20, order[3]!],
+      [null, 0, order[0]!],
+      [{ bias: { ids: [order[700]!], amounts: [100] } }, 5, order[700]!],
+      [{ mask: maskOf([]) }, 5, null],
+      [{ mask: maskOf([order[9]!]), banned: [order[9]!] }, null, null],
+      [{ mask: maskOf([order[0]!, order[1]!]), banned: [order[0]!] }, null, order[1]!],
+    ];
+    const sequences = asked.map(([rules, logprobs], index) => {
+      return { ...places[index + 1]!, start: 0, tokens: ids, sampling: greedy, rules, logprobs };
+    });
+    const samples = await forwardSamples(model, cache, { phase: 'prefill', sequences });
+    for (const [index, [, topCount, token]] of asked.entries()) {
+      const [sample] = samples[index]!;
+      assert.equal(sample!.token, token, `row ${index}`);
+      if (topCount === null || token === null) continue;
+      const expected = plainLogprobs(logits, token, topCount);
+      assert.deepEqual(
+        sample!.logprobs!.top.map((each) => each.id),
+        expected.top.map((each) => each.id),
+      );
+      // As in test/kernels/rules.test.ts.
+      assert.ok(Math.abs(sample!.logprobs!.logprob - expected.logprob) < 2e-5, `row ${index}`);
+    }
+    assert.deepEqual(
+      [samples[0]![0]!.logprobs, samples[3]![0]!.logprobs?.top],
+      [null, []],
+      'who does not ask is told nothing, who asks for none of the likeliest gets the chosen one',
+    );
+    await assert.rejects(forward(model, cache, { phase: 'prefill', sequences: sequences.slice(5, 6) }), /no token/);
+    cache.destroy();
+  });
+
+  test('is penalised for the tokens of prompt and answer, and a step of many edits is cut', async () => {
+    const { cache, places } = createTestCache(model, 16);
+    const logits = (await prefillLogits(model, cache, { place: places[0]!, ids, chunk: 512 })).at(-1)!;
+    const generated = best(logits).slice(0, 5);
+    const penalties = { presence: 1.5, frequency: 0.75, repetition: 1.3, prompt: ids, generated };
+    const plain = { ...NO_RULES, ...penalties };
+    const expected = best(Float32Array.from(ruledLogits(logits, plain)))[0]!;
+    assert.notEqual(expected, generated[0]);
+    const sequences = places.map((place) => {
+      return { ...place, start: 0, tokens: ids, sampling: greedy, rules: { penalties } };
+    });
+    const small: Model = { ...model, limits: { ...model.limits, maxEdits: 2 * model.config.vocabSize } };
+    const tight: Model = { ...model, limits: { ...model.limits, maxEdits: 160 } };
+    for (const each of [small, tight]) {
+      const samples = await forwardSamples(each, cache, { phase: 'prefill', sequences });
+      assert.deepEqual(
+        samples.map(([sample]) => sample!.token),
+        places.map(() => expected),
+      );
+    }
     cache.destroy();
   });
 });

@@ -12,7 +12,7 @@ import {
 import type { PrefillLimits } from '../../../scheduler/types.ts';
 import type { Manifest, PeerMessage, RouterToWorker } from '../../../transfer/messages.ts';
 import { makeEpoch, makeKey, makeRoomId } from '../../../transfer/messages.ts';
-import { D, keyOf, P, PREFILL_LIMITS, ROUTER, shorten, submitOf } from '../../support/halves.ts';
+import { D, keyOf, P, PREFILL_LIMITS, ROUTER, SAMPLING, shorten, submitOf } from '../../support/halves.ts';
 
 function create(changes: Partial<PrefillLimits> = {}): PrefillState {
   const state = createPrefill({ ...PREFILL_LIMITS, ...changes }, P);
@@ -130,6 +130,27 @@ test('a chunk carries its tokens and the page table of the whole prompt', () => 
     Array.from({ length: 44 }, (_, index) => 256 + index),
   );
   assert.equal(chunk?.pages.length, 3);
+});
+
+test('a prompt whose rules leave no first token ends at once, and the peer is told', () => {
+  const state = create();
+  const rules = {
+    presencePenalty: 0,
+    frequencyPenalty: 0,
+    repetitionPenalty: 1,
+    biasIds: [],
+    biases: [],
+    minTokens: 1,
+  };
+  fromRouter(state, submitOf(0, 300, { sampling: { ...SAMPLING, rules }, stopTokens: [9] }));
+  fromPeer(state, 0, openOf(300));
+  fromPeer(state, 0, reservedOf(300, 0));
+  assert.equal(nextPrefillBatch(state)?.chunks[0]?.rules, null, 'nothing is sampled yet');
+  stepDone(state, []);
+  assert.deepEqual(nextPrefillBatch(state)?.chunks[0]?.rules?.banned, [9]);
+  const event = { type: 'step_done', tokens: [{ key: keyOf(0), token: null }], nowMs: 2 } as const;
+  assert.deepEqual(step(state, { ...event, tokens: [...event.tokens] }), ['ABORT:unsatisfiable', 'end:unsatisfiable']);
+  assert.equal(statsPrefill(state).pagesFree, PREFILL_LIMITS.pageCount);
 });
 
 test('full pages are read before the last chunk is computed', () => {

@@ -1,0 +1,102 @@
+/** Rules of requests in batches, choices in messages, and rooms whose rules leave no token. */
+
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { nextDecodeBatch, type DecodeState } from '../../../scheduler/decode.ts';
+import type { SampledToken } from '../../../scheduler/types.ts';
+import type { SamplingRules, SubmitMessage, TokenChoice } from '../../../transfer/messages.ts';
+import { create, makeReady, run, step } from '../../support/decode-half.ts';
+import { keyOf, promptOf, SAMPLING } from '../../support/halves.ts';
+
+const RULES: SamplingRules = {
+  presencePenalty: 0,
+  frequencyPenalty: 0,
+  repetitionPenalty: 1,
+  biasIds: [],
+  biases: [],
+  minTokens: 0,
+};
+const CHOICE: TokenChoice = { logprob: -0.5, topIds: [7], topLogprobs: [-0.5] };
+
+function ruled(rules: Partial<SamplingRules>): Partial<SubmitMessage> {
+  return { sampling: { ...SAMPLING, rules: { ...RULES, ...rules } }, stopTokens: [9], maxTokens: 8 };
+}
+
+function stepDone(state: DecodeState, tokens: Omit<SampledToken, 'key'>[]): string[] {
+  const key = keyOf(0);
+  return step(state, { type: 'step_done', tokens: tokens.map((each) => ({ key, ...each })), nowMs: 2 });
+}
+
+test('a row has the rules of its position: ends are banned for so many tokens, penalties count all before', () => {
+  const state = create();
+  const penalised = { presencePenalty: 0.5, frequencyPenalty: -1, repetitionPenalty: 1.5 };
+  makeReady(state, 0, 3, ruled({ ...penalised, biasIds: [4], biases: [-7], minTokens: 2 }));
+  const penalties = { presence: 0.5, frequency: -1, repetition: 1.5, prompt: promptOf(3) };
+  const bias = { biasIds: [4], biases: [-7] };
+  assert.deepEqual(nextDecodeBatch(state)?.rows[0]?.rules, {
+    ...bias,
+    banned: [9],
+    penalties: { ...penalties, generated: [50] },
+  });
+  stepDone(state, [{ token: 60 }]);
+  assert.deepEqual(nextDecodeBatch(state)?.rows[0]?.rules, {
+    ...bias,
+    banned: [],
+    penalties: { ...penalties, generated: [50, 60] },
+  });
+});
+
+test('a row without rules, and one whose rules are over, has none', () => {
+  for (const changes of [{}, ruled({}), ruled({ minTokens: 1 })]) {
+    const state = create();
+    makeReady(state, 0, 3, changes);
+    assert.equal(nextDecodeBatch(state)?.rows[0]?.rules, null);
+  }
+});
+
+test('a row is drafted if the rules of both tokens are known and the same', () => {
+  const isDrafted = (rules: Partial<SamplingRules>): boolean | undefined => {
+    const state = create({ drafts: true });
+    makeReady(state, 0, 3, ruled(rules));
+    return nextDecodeBatch(state)?.rows[0]?.drafted;
+  };
+  assert.equal(isDrafted({ biasIds: [4], biases: [-7] }), true);
+  assert.equal(isDrafted({ presencePenalty: 0.1 }), false);
+  assert.equal(isDrafted({ frequencyPenalty: 0.1 }), false);
+  assert.equal(isDrafted({ repetitionPenalty: 1.1 }), false);
+  // The first token is there: the step samples the second one, and the third behind a draft.
+  assert.equal(isDrafted({ minTokens: 1 }), true);
+  assert.equal(isDrafted({ minTokens: 2 }), false);
+  assert.equal(isDrafted({ minTokens: 3 }), true);
+});
+
+test('choices go to the router with their tokens, those of tokens that are cut off do not', () => {
+  const state = create({ drafts: true });
+  makeReady(state, 0, 3, { maxTokens: 3 });
+  nextDecodeBatch(state);
+  const other = { ...CHOICE, logprob: -2 };
+  const key = keyOf(0);
+  const tokens = [60, 61, 62].map((token, index) => ({ key, token, choice: index === 0 ? CHOICE : other }));
+  const effects = run(state, { type: 'step_done', tokens, nowMs: 2 });
+  const messages = effects.flatMap((effect) => (effect.type === 'report' ? [effect.message] : []));
+  const [first] = messages.flatMap((message) => (message.type === 'tokens' ? message.rows : []));
+  assert.deepEqual(first, { key, position: 1, tokens: [60, 61], choices: [CHOICE, other] });
+});
+
+test('rules that leave no token end the room behind the tokens that there are', () => {
+  const state = create({ drafts: true });
+  makeReady(state, 0, 3);
+  nextDecodeBatch(state);
+  assert.deepEqual(stepDone(state, [{ token: 60 }, { token: null }]), ['token1:60', 'end:unsatisfiable']);
+  const other = create();
+  makeReady(other, 0, 3);
+  nextDecodeBatch(other);
+  assert.deepEqual(stepDone(other, [{ token: null }]), ['end:unsatisfiable']);
+});
+
+test('an answer that has ended is not undone by what comes behind its end', () => {
+  const state = create({ drafts: true });
+  makeReady(state, 0, 3, ruled({}));
+  nextDecodeBatch(state);
+  assert.deepEqual(stepDone(state, [{ token: 9 }, { token: null }]), ['token1:9', 'end:stop']);
+});
