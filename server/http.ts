@@ -49,6 +49,7 @@ import {
   toApiError,
 } from './api/edge.ts';
 import type { JsonObject } from './api/fields.ts';
+import type { EncodeAside } from './api/encoder.ts';
 import { longestTokenBytes, promptTokens } from './api/prompts.ts';
 import { maxChoiceCount, modelNotFound } from './api/sampling.ts';
 import type { ServedModel } from './api/sampling.ts';
@@ -96,6 +97,8 @@ export const defaultHttpLimits: Readonly<HttpLimits> = {
 export interface AppOptions {
   rooms: Rooms;
   tokenizer: Tokenizer;
+  /** For long prompts; without it they hold the event loop. */
+  encodeAside?: EncodeAside;
   chat: ChatEncoding;
   /** Whether special tokens in what clients put into conversations are special: no, unless given here. */
   allowsSpecialTokens?: boolean;
@@ -365,8 +368,11 @@ function addText(app: FastifyInstance, context: AppContext): void {
   const { served, tokenizer } = context;
   for (const path of ['/tokenize', '/v1/tokenize']) {
     const summary = 'The token ids of texts, or of a conversation as it would be prefilled.';
-    route(app, context, { method: 'POST', path, summary, access: 'key', body: tokenizeRequest }, async (request) =>
-      tokenize(context, bodyOf(request)),
+    route(
+      app,
+      context,
+      { method: 'POST', path, summary, access: 'key', body: tokenizeRequest },
+      async (request, reply) => tokenize(context, bodyOf(request), whenClosed(reply)),
     );
   }
   for (const path of ['/detokenize', '/v1/detokenize']) {
@@ -386,9 +392,10 @@ function addText(app: FastifyInstance, context: AppContext): void {
     body: countTokensRequest,
     shape: 'anthropic',
   };
-  route(app, context, endpoint, async (request) => {
+  route(app, context, endpoint, async (request, reply) => {
     const conversation = parseCountTokens(bodyOf(request), served);
-    return { input_tokens: promptTokens(context, { kind: 'conversation', conversation }, 'messages').length };
+    const ids = await promptTokens(context, { kind: 'conversation', conversation }, 'messages', whenClosed(reply));
+    return { input_tokens: ids?.length ?? 0 };
   });
 }
 
@@ -531,8 +538,15 @@ function abortRequests(context: AppContext, isMeant: (exchange: Exchange) => boo
   return found.length;
 }
 
+/** Aborted when the connection is closed: nobody reads the answer. */
+function whenClosed(reply: FastifyReply): AbortSignal {
+  const aborter = new AbortController();
+  reply.raw.once('close', () => aborter.abort());
+  return aborter.signal;
+}
+
 /** The ids of texts, or of a conversation exactly as chat would prefill it. Others have their turn between two texts. */
-async function tokenize(context: AppContext, body: JsonObject): Promise<object> {
+async function tokenize(context: AppContext, body: JsonObject, signal: AbortSignal): Promise<object> {
   const { tokenizer } = context;
   const call = parseTokenizeRequest(body, context.served);
   const isNested = call.kind === 'texts' && call.nested;
@@ -543,7 +557,9 @@ async function tokenize(context: AppContext, body: JsonObject): Promise<object> 
   const sequences: number[][] = [];
   for (const [index, prompt] of prompts.entries()) {
     if (index > 0) await nextTurn();
-    sequences.push(promptTokens(context, prompt, call.kind === 'texts' ? 'prompt' : 'messages'));
+    const ids = await promptTokens(context, prompt, call.kind === 'texts' ? 'prompt' : 'messages', signal);
+    if (ids === null) break;
+    sequences.push(ids);
   }
   const strings = sequences.map((ids) => ids.map((id) => tokenizer.decode([id])));
   return {

@@ -12,6 +12,7 @@ import { loadModelConfig } from '../model/config.ts';
 import { loadTokenizer } from '../model/tokenizer.ts';
 import { openConnector, type ChannelEvent, type Peer } from '../transfer/channel.ts';
 import { makeEpoch, type Epoch, type WorkerToRouter } from '../transfer/messages.ts';
+import { createEncoder } from './api/encoder.ts';
 import type { WorkerView } from './balancer.ts';
 import { adminHeaders, createAdminGate } from './operators/admin.ts';
 import { readBuildInfo } from './operators/build-info.ts';
@@ -19,7 +20,7 @@ import { modelName, type RouterConfig, type WorkerRole } from './config.ts';
 import type { RouterPage, SeatEntry, WorkerPage } from './operators/debug-page.ts';
 import { ApiError } from './errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from './http.ts';
-import { createLogger } from './log.ts';
+import { createLogger, letStandardErrorBeSlow } from './log.ts';
 import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './operators/peer-book.ts';
@@ -204,6 +205,8 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
   const app = createApp({
     rooms,
     tokenizer,
+    // A thread that runs from the sources starts a compiler, which shares standard error.
+    encodeAside: createEncoder(config.model, letStandardErrorBeSlow),
     chat,
     allowsSpecialTokens: config.allowSpecialTokens,
     effortMap: config.effortMap,

@@ -4,10 +4,16 @@ import type { ChatEncoding, Conversation } from '../../model/chat.ts';
 import type { PromptPiece, Tokenizer } from '../../model/tokenizer.ts';
 import { ApiError } from '../errors.ts';
 import type { Prompt } from './dialect.ts';
+import type { EncodeAside } from './encoder.ts';
+
+/** A longer text is encoded aside: at 2 µs a character this one holds the event loop for 8 ms. */
+const longestInlineText = 4096;
 
 /** What turns prompts into ids. */
 export interface PromptReader {
   tokenizer: Tokenizer;
+  /** For long prompts; without it they hold the event loop. */
+  encodeAside?: EncodeAside;
   chat: ChatEncoding;
   /** Whether special tokens in what clients put into conversations are special. Without it they are plain text. */
   allowsSpecialTokens?: boolean;
@@ -16,15 +22,23 @@ export interface PromptReader {
   longestTokenBytes: number;
 }
 
-/** Token ids of a prompt. Throws `ApiError` naming `param` where there is a fault in it, or too much of it. */
-export function promptTokens(reader: PromptReader, prompt: Prompt, param: string): number[] {
+/**
+ * Token ids of a prompt; null once `signal` is aborted, if that is soon enough. Rejects with an `ApiError` naming `param`
+ * where there is a fault in it, or too much of it.
+ */
+export async function promptTokens(
+  reader: PromptReader,
+  prompt: Prompt,
+  param: string,
+  signal: AbortSignal,
+): Promise<number[] | null> {
   switch (prompt.kind) {
     case 'ids':
       return prompt.ids;
     case 'text':
-      return encode(reader, prompt.text, param);
+      return encode(reader, prompt.text, param, signal);
     case 'conversation':
-      return encode(reader, renderPrompt(reader.chat, prompt.conversation), param);
+      return encode(reader, renderPrompt(reader.chat, prompt.conversation), param, signal);
     default:
       return prompt satisfies never;
   }
@@ -42,10 +56,15 @@ function renderPrompt(chat: ChatEncoding, conversation: Conversation): PromptPie
 }
 
 /**
- * Ids of `prompt`. A prompt that cannot fit the context is refused before it is encoded: encoding blocks the
- * event loop for about 2 µs a character, and a body may hold many millions.
+ * Ids of `prompt`. A prompt that cannot fit the context is refused before it is encoded, which takes about 2 µs a
+ * character, and a body may hold many millions.
  */
-function encode(reader: PromptReader, prompt: string | readonly PromptPiece[], param: string): number[] {
+function encode(
+  reader: PromptReader,
+  prompt: string | readonly PromptPiece[],
+  param: string,
+  signal: AbortSignal,
+): number[] | Promise<number[] | null> {
   const text = typeof prompt === 'string' ? prompt : promptText(prompt);
   const leastCount = Math.ceil(text.length / reader.longestTokenBytes);
   if (leastCount > reader.contextLength) {
@@ -56,7 +75,9 @@ function encode(reader: PromptReader, prompt: string | readonly PromptPiece[], p
       { param },
     );
   }
-  return reader.tokenizer.encode(reader.allowsSpecialTokens === true ? text : prompt);
+  const given = reader.allowsSpecialTokens === true ? text : prompt;
+  if (text.length <= longestInlineText || reader.encodeAside === undefined) return reader.tokenizer.encode(given);
+  return reader.encodeAside(given, signal);
 }
 
 /** The most bytes that one token of the vocabulary has. */

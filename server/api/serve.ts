@@ -108,18 +108,13 @@ export async function serveGeneration(
   const { observe } = context;
   const startMs = performance.now();
   const secondsSince = (ms: number) => (performance.now() - ms) / 1000;
-  const checkOpen = () => {
-    if (!context.draining) return;
+  if (context.draining) {
     observe.rejected('server_draining');
     throw new ApiError('server_draining', 'The server is shutting down.');
-  };
-
-  checkOpen();
+  }
   const plan = makePlan();
   const { call } = plan;
   const stopTokenIds = [...(call.ignoreEos ? [] : [context.tokenizer.eosId]), ...call.stopTokenIds];
-  const { choices, promptTokenCount } = await makeChoices(context, plan, stopTokenIds);
-  checkOpen();
   if (call.requestId !== null && context.requestIds.has(call.requestId)) {
     throw new ApiError('duplicate_request_id', 'Another request with this id is being answered.', { param: 'rid' });
   }
@@ -128,6 +123,33 @@ export async function serveGeneration(
     created: Math.floor(Date.now() / 1000),
     model: call.model,
   };
+
+  // Until its prompts are encoded it is ended by leaving that; later, as `abort` says then.
+  const encoding = new AbortController();
+  let abort = (error: ApiError): void => encoding.abort(error);
+  const exchange: Exchange = {
+    client,
+    ids: [head.id, request.id, ...(call.requestId === null ? [] : [call.requestId])],
+    abort: (error) => abort(error),
+  };
+  context.exchanges.add(exchange);
+  if (call.requestId !== null) context.requestIds.add(call.requestId);
+  const forget = (): void => {
+    context.exchanges.delete(exchange);
+    if (call.requestId !== null) context.requestIds.delete(call.requestId);
+  };
+  // With a request body, 'close' of the request fires as soon as the body is read; that of the reply does not.
+  reply.raw.once('close', () => encoding.abort());
+  let made: Awaited<ReturnType<typeof makeChoices>>;
+  try {
+    made = await makeChoices(context, plan, stopTokenIds, encoding.signal);
+    if (encoding.signal.reason instanceof ApiError) throw encoding.signal.reason;
+  } catch (error) {
+    forget();
+    if (context.exchanges.size === 0) context.whenIdle?.();
+    throw error;
+  }
+  const { choices, promptTokenCount } = made;
   const usage = () => sumUsage(choices, promptTokenCount);
   reply.headers(plan.headers ?? {});
   const dialect = plan.createDialect({ head, usage, tokens: tokenTexts(context.tokenizer) });
@@ -149,8 +171,7 @@ export async function serveGeneration(
     function conclude(end: RequestEnd, finish: () => void): void {
       if (isOver) return;
       isOver = true;
-      context.exchanges.delete(exchange);
-      if (call.requestId !== null) context.requestIds.delete(call.requestId);
+      forget();
       finish();
       turn?.leave();
       if (context.exchanges.size === 0) context.whenIdle?.();
@@ -270,14 +291,10 @@ export async function serveGeneration(
       }
     }
 
-    const exchange: Exchange = {
-      client,
-      ids: [head.id, request.id, ...(call.requestId === null ? [] : [call.requestId])],
-      abort(error) {
-        if (isOver) return;
-        fail(error);
-        cancelRooms('client_cancel');
-      },
+    abort = (error) => {
+      if (isOver) return;
+      fail(error);
+      cancelRooms('client_cancel');
     };
 
     /** A room for each choice, or none at all. */
@@ -307,13 +324,10 @@ export async function serveGeneration(
       }
     }
 
-    // With a request body, 'close' of the request fires as soon as the body is read; that of the reply does not.
     raw.once('close', () => {
       if (!raw.writableFinished) lose('client_lost');
     });
     if (raw.destroyed) return lose('client_lost');
-    context.exchanges.add(exchange);
-    if (call.requestId !== null) context.requestIds.add(call.requestId);
     const refuse = (error: unknown): void => {
       const refusal = toApiError(error, context.log);
       if (refusal.status === 503 || refusal.status === 429) observe.rejected(refusal.code);
@@ -339,20 +353,22 @@ export async function serveGeneration(
 }
 
 /**
- * The choices of a request, prompt by prompt, and the tokens of its prompts, each counted once. Tokenizing blocks, so
- * others have their turn between two prompts.
+ * The choices of a request, prompt by prompt, and the tokens of its prompts, each counted once. Encoding a short prompt
+ * holds the event loop, so others have their turn between two. Once `signal` is aborted, what there is so far.
  */
 async function makeChoices(
   context: ServeContext,
   plan: GenerationPlan,
   stopTokenIds: number[],
+  signal: AbortSignal,
 ): Promise<{ choices: Choice[]; promptTokenCount: number }> {
   const { call } = plan;
   const choices: Choice[] = [];
   let promptTokenCount = 0;
   for (const [index, prompt] of plan.prompts.entries()) {
     if (index > 0) await nextTurn();
-    const ids = promptTokens(context, prompt, plan.promptParam);
+    const ids = await promptTokens(context, prompt, plan.promptParam, signal);
+    if (ids === null) break;
     promptTokenCount += ids.length;
     const room = context.contextLength - ids.length;
     const clamped = plan.clampsTokens && call.maxTokens !== null ? Math.max(1, Math.min(call.maxTokens, room)) : null;

@@ -9,6 +9,7 @@ import { connect } from 'node:net';
 import type { Socket } from 'node:net';
 import { setImmediate as nextTurn } from 'node:timers/promises';
 import { after, afterEach, before, describe, test } from 'node:test';
+import type { TestContext } from 'node:test';
 import type { FastifyInstance } from 'fastify';
 import OpenAI from 'openai';
 import { ApiError } from '../../server/errors.ts';
@@ -813,6 +814,99 @@ test('metrics are told of first tokens, later ones and ends, once each', async (
   const generatedTokens = tokenizer.encode('one').length + tokenizer.encode(' two').length + 1;
   assert.deepEqual(finished, { outcome: 'stop', streaming: true, promptTokens: 2, generatedTokens });
   assert.deepEqual(observed.responded, [['/v1/completions', 200]]);
+});
+
+describe('a prompt that is encoded aside', () => {
+  /** An app whose long prompts are encoded when the test says so. */
+  async function listenAside(context: TestContext) {
+    const encodings: { finish: () => void; signal: AbortSignal }[] = [];
+    const waiting: (() => void)[] = [];
+    const other = await listen(
+      {},
+      {
+        encodeAside: (prompt, signal) =>
+          new Promise((resolve) => {
+            signal.addEventListener('abort', () => resolve(null));
+            encodings.push({ finish: () => resolve(tokenizer.encode(prompt)), signal });
+            for (const wake of waiting.splice(0)) wake();
+          }),
+      },
+    );
+    context.after(() => closeApp(other.app, 0));
+    const encoding = async (index: number) => {
+      while (encodings[index] === undefined) await new Promise<void>((resolve) => waiting.push(resolve));
+      return encodings[index];
+    };
+    return { ...other, encoding };
+  }
+  const long = { prompt: 'word '.repeat(1500), max_tokens: 4 };
+
+  test('lets short ones pass, and is served as they are', async (t) => {
+    const { rooms, url, encoding } = await listenAside(t);
+    const slow = post('/v1/completions', long, { base: url });
+    const { finish } = await encoding(0);
+    const quick = post('/v1/completions', { prompt: 'a' }, { base: url });
+    (await rooms.next()).finish('b');
+    assert.equal((await quick).status, 200);
+    finish();
+    const room = await rooms.next();
+    assert.deepEqual(room.request.promptTokens, tokenizer.encode(long.prompt));
+    room.finish('c');
+    assert.equal((await slow).status, 200);
+  });
+
+  test('whose client leaves is cancelled before it has a room', async (t) => {
+    const { rooms, url, encoding, observed, nextResponse } = await listenAside(t);
+    for (const path of ['/v1/completions', '/tokenize']) {
+      const index = path === '/tokenize' ? 1 : 0;
+      const aborter = new AbortController();
+      const over = nextResponse();
+      const answer = post(path, long, { base: url, signal: aborter.signal });
+      const { signal } = await encoding(index);
+      aborter.abort();
+      await assert.rejects(answer, { name: 'AbortError' });
+      await over;
+      assert.ok(signal.aborted);
+      assert.deepEqual(observed.responded.at(-1), [path, 499]);
+    }
+    assert.deepEqual(
+      observed.finished.map(({ outcome }) => outcome),
+      ['cancelled'],
+    );
+    assert.equal(rooms.startCount, 0);
+  });
+
+  test('can be aborted by its id, and holds that id', async (t) => {
+    const { rooms, url, encoding } = await listenAside(t);
+    const first = post('/v1/completions', { ...long, rid: 'mine' }, { base: url });
+    await encoding(0);
+    const second = await errorOf(await post('/v1/completions', { prompt: 'a', rid: 'mine' }, { base: url }));
+    assert.deepEqual([second.status, second.code], [400, 'duplicate_request_id']);
+    const aborted = await post('/abort_request', { rid: 'mine' }, { base: url });
+    assert.deepEqual(await aborted.json(), { success: true, aborted: 1 });
+    assert.equal((await errorOf(await first)).code, 'request_aborted');
+    const third = post('/v1/completions', { prompt: 'a', rid: 'mine' }, { base: url });
+    (await rooms.next()).finish('b');
+    assert.equal((await third).status, 200);
+  });
+
+  test('is waited for by a server that shuts down, until its deadline', async (t) => {
+    const patient = await listenAside(t);
+    const answer = post('/v1/completions', long, { base: patient.url });
+    const { finish } = await patient.encoding(0);
+    const closed = closeApp(patient.app, 60_000);
+    finish();
+    (await patient.rooms.next()).finish('c');
+    assert.equal((await answer).status, 200);
+    await closed;
+
+    const hasty = await listenAside(t);
+    const late = post('/v1/completions', long, { base: hasty.url });
+    await hasty.encoding(0);
+    const ended = closeApp(hasty.app, 0);
+    assert.equal((await errorOf(await late)).code, 'server_draining');
+    await ended;
+  });
 });
 
 describe('aborting', () => {
