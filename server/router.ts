@@ -20,7 +20,7 @@ import { modelName, type RouterConfig, type WorkerRole } from './config.ts';
 import type { RouterPage, SeatEntry, WorkerPage } from './operators/debug-page.ts';
 import { ApiError } from './errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from './http.ts';
-import { createLogger, letStandardErrorBeSlow } from './log.ts';
+import { createLogger } from './log.ts';
 import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './operators/peer-book.ts';
@@ -205,8 +205,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
   const app = createApp({
     rooms,
     tokenizer,
-    // A thread that runs from the sources starts a compiler, which shares standard error.
-    encodeAside: createEncoder(config.model, letStandardErrorBeSlow),
+    encodeAside: createEncoder(config.model),
     chat,
     allowsSpecialTokens: config.allowSpecialTokens,
     effortMap: config.effortMap,

@@ -25,10 +25,8 @@ interface Job {
 /**
  * An encoder for the checkpoint in `modelDirectory`. Its thread starts with the first prompt and does not keep the
  * process alive.
- *
- * onStarted  called when a thread has answered for the first time
  */
-export function createEncoder(modelDirectory: string, onStarted: () => void = () => {}): EncodeAside {
+export function createEncoder(modelDirectory: string): EncodeAside {
   const waiting = new Set<Job>();
   let running: Job | null = null;
   let thread: Worker | null = null;
@@ -37,7 +35,6 @@ export function createEncoder(modelDirectory: string, onStarted: () => void = ()
     const workerData: EncoderThreadData = { modelDirectory };
     const started = openThread(workerData);
     started.unref();
-    started.once('message', onStarted);
     started.on('message', (ids: Uint32Array) => settle((job) => job.resolve(Array.from(ids))));
     const die = (cause: unknown): void => {
       if (thread !== started) return;
