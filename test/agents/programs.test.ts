@@ -1,0 +1,157 @@
+/**
+ * Agent programs as people use them, one turn each and one that is broken off. `npm run test:agents` installs them and runs
+ * this file where there is no network but loopback.
+ */
+import assert from 'node:assert/strict';
+import { spawn, type ChildProcess } from 'node:child_process';
+import { once } from 'node:events';
+import { mkdirSync, mkdtempSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { after, before, describe, test } from 'node:test';
+import { readMetrics, startCluster, sumOf, untilMetrics, type Cluster, type Sample } from '../support/cluster.ts';
+import { untilQuiet } from '../support/quiet.ts';
+
+/** What these programs say before the user's words, in tokens of nano: at least. */
+const LEAST_PROMPT_TOKENS = 8000;
+/** A software adapter on two cores that others use, too, takes two minutes for a prompt. */
+const TURN_MS = 480_000;
+const QUIET_MS = 30_000;
+
+/** How a program is asked for one turn. */
+interface Program {
+  readonly name: string;
+  /** The executable; undefined: see the head of this file. */
+  readonly path: string | undefined;
+  /** Command line, and what is added to the environment. Files of its configuration go into `home`. */
+  prepare(home: string, url: string): { args: string[]; env: Record<string, string> };
+}
+
+const PROGRAMS: readonly Program[] = [
+  {
+    name: 'codex exec',
+    path: process.env['HANDOFF_CODEX'],
+    prepare(_, url) {
+      const provider = `{name="nano",base_url="${url}/v1",env_key="NANO_KEY",wire_api="responses"}`;
+      const settings = ['model_provider=nano', 'model="nano"', `model_providers.nano=${provider}`];
+      return {
+        args: ['exec', '--skip-git-repo-check', ...settings.flatMap((setting) => ['-c', setting]), 'Say hello'],
+        env: { NANO_KEY: 'any' },
+      };
+    },
+  },
+  {
+    name: 'opencode run',
+    path: process.env['HANDOFF_OPENCODE'],
+    prepare(home, url) {
+      const model = { name: 'nano', limit: { context: 131_072, output: 4096 } };
+      const options = { baseURL: `${url}/v1`, apiKey: 'any' };
+      const provider = { npm: '@ai-sdk/openai-compatible', name: 'nano', options, models: { nano: model } };
+      const settings = { provider: { nano: provider }, model: 'nano/nano', small_model: 'nano/nano' };
+      writeFileSync(
+        join(home, 'work', 'opencode.json'),
+        JSON.stringify({ ...settings, autoupdate: false, share: 'disabled' }),
+      );
+      return { args: ['run', 'Say hello'], env: {} };
+    },
+  },
+];
+
+/** A program that was started. */
+interface Run {
+  readonly child: ChildProcess;
+  readonly ended: Promise<unknown>;
+  output(): { stdout: string; stderr: string };
+}
+
+let cluster: Cluster;
+let folder: string;
+const children = new Set<ChildProcess>();
+
+before(async () => {
+  assert.ok(process.env['HANDOFF_CODEX'], 'run this by `npm run test:agents`');
+  folder = mkdtempSync(join(tmpdir(), 'handoff-agents-'));
+  cluster = await startCluster(['--context-length', '131072']);
+});
+after(async () => {
+  for (const child of children) child.kill('SIGKILL');
+  await cluster?.stop();
+  rmSync(folder, { recursive: true, force: true });
+});
+
+/** Start a program in a home of its own, its standard input closed. */
+function start(program: Program, name: string): Run {
+  const home = join(folder, name);
+  mkdirSync(join(home, 'work'), { recursive: true });
+  const { args, env } = program.prepare(home, cluster.url);
+  const child = spawn(program.path!, args, {
+    cwd: join(home, 'work'),
+    env: { PATH: process.env['PATH'] ?? '', HOME: home, TMPDIR: home, ...env },
+    stdio: ['ignore', 'pipe', 'pipe'],
+  });
+  children.add(child);
+  let [stdout, stderr] = ['', ''];
+  child.stdout.on('data', (bytes: Buffer) => void (stdout += bytes.toString()));
+  child.stderr.on('data', (bytes: Buffer) => void (stderr += bytes.toString()));
+  const ended = once(child, 'close').finally(() => children.delete(child));
+  return { child, ended, output: () => ({ stdout, stderr }) };
+}
+
+async function counts(): Promise<{ prompt: number; generated: number; cancelled: number; failed: number }> {
+  const samples = await readMetrics(cluster.url);
+  const outcome = (name: string): number => sumOf(samples, 'handoff_request_outcomes_total', { outcome: name });
+  return {
+    prompt: sumOf(samples, 'sglang_prompt_tokens_total'),
+    generated: sumOf(samples, 'sglang_generation_tokens_total'),
+    cancelled: outcome('cancelled'),
+    failed: outcome('failed'),
+  };
+}
+
+/** Whether the long prompt is being answered: some programs ask for a title at the same time. */
+function isAnswering(samples: readonly Sample[]): boolean {
+  const onDecode = (queue: string): number =>
+    sumOf(samples, 'handoff_queue_requests', { engine_type: 'decode', queue });
+  const heldTokens = sumOf(samples, 'sglang_kv_used_tokens', { engine_type: 'decode' });
+  return heldTokens > LEAST_PROMPT_TOKENS && onDecode('running') > 0 && onDecode('transfer') === 0;
+}
+
+for (const program of PROGRAMS) {
+  describe(program.name, () => {
+    test('completes a turn: exit code 0, and the text of nano on the terminal', { timeout: TURN_MS }, async (t) => {
+      const earlier = await counts();
+      const run = start(program, `${program.name} turn`);
+      await run.ended;
+      const { stdout, stderr } = run.output();
+      t.diagnostic(`standard output: ${JSON.stringify(stdout)}`);
+      assert.equal(run.child.exitCode, 0, stderr);
+      assert.match(stdout, /\w/, stderr);
+      const now = await counts();
+      t.diagnostic(`${now.prompt - earlier.prompt} prompt tokens, ${now.generated - earlier.generated} generated`);
+      assert.ok(now.prompt - earlier.prompt > LEAST_PROMPT_TOKENS);
+      assert.ok(now.generated > earlier.generated);
+      assert.deepEqual([now.failed, now.cancelled], [earlier.failed, earlier.cancelled]);
+      await untilQuiet(cluster.url, QUIET_MS);
+    });
+
+    test('broken off by SIGINT in mid-answer leaves every queue and page at zero', { timeout: TURN_MS }, async (t) => {
+      const earlier = await counts();
+      const run = start(program, `${program.name} broken off`);
+      await untilMetrics(cluster.url, TURN_MS, (samples) => {
+        assert.equal(run.child.exitCode, null, 'it ended before it was broken off');
+        return isAnswering(samples);
+      });
+      // Nano's answers are short: it must not come to its end before the program does.
+      const [, decodePid] = /^decode-0 +(\d+) /m.exec(cluster.output())!;
+      process.kill(Number(decodePid), 'SIGSTOP');
+      run.child.kill('SIGINT');
+      await run.ended;
+      process.kill(Number(decodePid), 'SIGCONT');
+      const tookMs = await untilQuiet(cluster.url, QUIET_MS);
+      t.diagnostic(`exit ${run.child.exitCode ?? run.child.signalCode}, quiet after ${Math.round(tookMs)} ms`);
+      const now = await counts();
+      assert.ok(now.cancelled > earlier.cancelled, 'a request was cancelled');
+      assert.equal(now.failed, earlier.failed);
+    });
+  });
+}
