@@ -16,16 +16,27 @@
  * is no proxy to hold a transfer and those two lines are left out. It must serve nobody else, and the mass abort needs
  * its `--max-queued-requests` to be large.
  */
-import { parseArgs } from 'node:util';
-import { readMetrics, sumOf, untilMetrics, type Sample } from '../test/support/cluster.ts';
+import { sumOf, untilMetrics, type Sample } from '../test/support/cluster.ts';
 import { createPrng, randomPrompt } from '../test/support/prng.ts';
 import { held, unsettled } from '../test/support/quiet.ts';
-import { startSplitCluster } from '../test/support/split-cluster.ts';
 import { complete, openCompletion, type OpenStream } from '../test/support/stream.ts';
 import { openBystanders } from './bystanders.ts';
+import { parseCommandLine, positive, positiveOrZero } from './command-line.ts';
 import { hundredths, quantile, spread, surroundings } from './measurement.ts';
+import { compareLedgers, countsOf, openTarget, type Counts, type Target } from './target.ts';
 
-const { values: options } = parseArgs({
+const HELP = `
+npm run bench:abort [-- OPTIONS]
+
+  --repetitions N   disconnects of each kind (default 20); 0 leaves their lines out
+  --rooms N         in transfer when their clients leave (default 32)
+  --clients N       that leave at once (default 500)
+  --runs N          of that (default 5); 0 leaves its lines out
+  --seed N          (default 1)
+  --url URL         a router to measure; without it a cluster is started on free ports and stopped afterwards
+  --worker-url URL  of each of its prefill and decode workers`;
+
+const { values: options } = parseCommandLine(HELP, {
   options: {
     url: { type: 'string' },
     'worker-url': { type: 'string', multiple: true, default: [] },
@@ -34,22 +45,13 @@ const { values: options } = parseArgs({
     clients: { type: 'string', default: '500' },
     runs: { type: 'string', default: '5' },
     seed: { type: 'string', default: '1' },
-    help: { type: 'boolean', default: false },
   },
 });
-if (options.help) {
-  process.stdout.write(
-    'bench-abort [--url URL --worker-url URL ...] [--repetitions 20] [--rooms 32] [--clients 500] [--runs 5] [--seed 1]\n' +
-      'Without --url it starts a router and two workers on free ports and stops them afterwards.\n' +
-      '0 repetitions or 0 runs leave the lines of that kind out.\n',
-  );
-  process.exit(0);
-}
-const repetitions = Number(options.repetitions);
-const rooms = Number(options.rooms);
-const clients = Number(options.clients);
-const runs = Number(options.runs);
-const seed = Number(options.seed);
+const repetitions = positiveOrZero('--repetitions', options.repetitions);
+const rooms = positive('--rooms', options.rooms);
+const clients = positive('--clients', options.clients);
+const runs = positiveOrZero('--runs', options.runs);
+const seed = positive('--seed', options.seed);
 const random = createPrng(seed);
 
 /** More than any of these waits takes on a machine that works at all. */
@@ -66,16 +68,6 @@ const CROWD_RUNNING = 8;
 const LONG_PROMPT = 3000;
 /** Prompt tokens of a room in transfer: one page and the slot. */
 const SHORT_PROMPT = 64;
-
-/** Processes to measure. */
-interface Target {
-  readonly url: string;
-  readonly model: string;
-  /** The link that KV pages take; null: out of reach. */
-  readonly link: { pause(): void; resume(): void } | null;
-  samples(): Promise<Sample[]>;
-  stop(): Promise<void>;
-}
 
 /** Gauges of every process are looked at again and again until they hold; with the number of looks. */
 async function watch(
@@ -108,25 +100,6 @@ function missingOr(
     (role) => !samples.some(({ labels }) => labels.engine_type === role),
   );
   return missing.length > 0 ? missing.map((role) => `no metrics of ${role}`) : found(samples);
-}
-
-async function openTarget(): Promise<Target> {
-  if (options.url === undefined) {
-    const cluster = await startSplitCluster([
-      ...['--max-queued-requests', String(Math.max(clients, rooms) + BYSTANDERS)],
-      ...['--transfer-stall-timeout', '25s'], // a held link is not what is measured
-    ]);
-    const { url, model, data } = cluster;
-    return { url, model, link: data, samples: () => cluster.samples(), stop: () => cluster.stop() };
-  }
-  const { url, 'worker-url': workers } = options;
-  if (workers.length < 2) throw new Error('--url needs the --worker-url of each prefill and decode worker');
-  const models = (await (await fetch(`${url}/v1/models`)).json()) as { data: { id: string }[] };
-  const samples = async (): Promise<Sample[]> => {
-    const [own, ...others] = await Promise.all([url, ...workers].map((each) => readMetrics(each)));
-    return [...own!.filter(({ labels }) => labels.engine_type === 'router'), ...others.flat()];
-  };
-  return { url, model: models.data[0]!.id, link: null, samples, stop: () => Promise.resolve() };
 }
 
 function open(target: Target, promptTokens: number): OpenStream {
@@ -256,37 +229,6 @@ async function measureDisconnect(target: Target, scenario: Scenario): Promise<ob
   };
 }
 
-/** The router's counters that a client can check. */
-interface Counts {
-  readonly ended: number;
-  readonly aborted: number;
-  readonly abortsByReason: number;
-  readonly length: number;
-  readonly stop: number;
-  readonly cancelled: number;
-  readonly failed: number;
-  readonly rejected: number;
-}
-
-function countsOf(samples: readonly Sample[]): Counts {
-  // A counter with labels has no series before its first event.
-  const sum = (name: string, labels: Readonly<Record<string, string>> = {}): number =>
-    samples.some((sample) => sample.name === name && Object.entries(labels).every(([k, v]) => sample.labels[k] === v))
-      ? sumOf(samples, name, labels)
-      : 0;
-  const outcome = (name: string): number => sum('handoff_request_outcomes_total', { outcome: name });
-  return {
-    ended: sum('sglang_num_requests_total'),
-    aborted: sum('sglang_num_aborted_requests_total'),
-    abortsByReason: sum('handoff_aborts_total'),
-    length: outcome('length'),
-    stop: outcome('stop'),
-    cancelled: outcome('cancelled'),
-    failed: outcome('failed'),
-    rejected: sum('handoff_rejections_total'),
-  };
-}
-
 const pause = (ms: number): Promise<void> => new Promise((resolve) => setTimeout(resolve, ms));
 
 async function measureMassAbort(
@@ -335,10 +277,6 @@ async function measureMassAbort(
   await watch(target, CLEAN_MS, unsettled);
   const answer = await complete(target.url, target.model, { prompt: [0, 5, 6, 7], maxTokens: 4, ignoreEos: true });
   const { samples } = await watch(target, CLEAN_MS, unsettled);
-  const after = countsOf(samples);
-  const server = Object.fromEntries(
-    Object.entries(after).map(([name, value]) => [name, value - before[name as keyof Counts]]),
-  ) as unknown as Counts;
   const cut = clients + BYSTANDERS - completed;
   const ledger: Counts = {
     ended: clients + BYSTANDERS + 1,
@@ -353,7 +291,7 @@ async function measureMassAbort(
   const p95 = (values: readonly number[]): number => hundredths(quantile(values, 0.95));
   const [aloneP95, beforeP95, duringP95] = [p95(gaps.alone), p95(gaps.before), p95(gaps.during)];
   const cleanMs = cleanAtMs - cutMs;
-  const agrees = JSON.stringify(server) === JSON.stringify(ledger);
+  const { agrees, line: counters } = compareLedgers({ before, after: countsOf(samples) }, ledger);
   return {
     cleanMs,
     // 1 is the limit: one and a half times what it was before they left, and 50 ms.
@@ -364,7 +302,7 @@ async function measureMassAbort(
       cleanMs: hundredths(cleanMs),
       gapP95Ms: { alone: aloneP95, before: beforeP95, during: duringP95 },
       gaps: { alone: gaps.alone.length, before: gaps.before.length, during: gaps.during.length },
-      ledger: agrees ? { agrees, ...server } : { agrees, server, clients: ledger },
+      ledger: counters,
     },
   };
 }
@@ -377,10 +315,10 @@ function stagesOf(samples: readonly Sample[]): Record<string, number> {
   return stages;
 }
 
-const target = await openTarget();
-for (const signal of ['SIGINT', 'SIGTERM'] as const) {
-  process.once(signal, () => void target.stop().finally(() => process.exit(1)));
-}
+const target = await openTarget({ url: options.url, workers: options['worker-url'] }, [
+  ...['--max-queued-requests', String(Math.max(clients, rooms) + BYSTANDERS)],
+  ...['--transfer-stall-timeout', '25s'], // a held link is not what is measured
+]);
 try {
   await complete(target.url, target.model, { prompt: [0, 2, 3], maxTokens: 4, ignoreEos: true }); // pipelines are warm
   const print = async (bench: string, line: object): Promise<void> => {

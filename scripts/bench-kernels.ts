@@ -10,15 +10,14 @@
  *                            [--rounds 9] [--adapter NAME]
  */
 import { execFileSync } from 'node:child_process';
-import { parseArgs } from 'node:util';
 import { DeviceError, openDevice, type Device } from '../kernels/device.ts';
 import { Recorder } from '../kernels/kernel.ts';
 import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
 import { rateCases } from './adapter-rates.ts';
 import { createMaterial, geometries, kernelCases, type Material, type Work } from './kernel-cases.ts';
-import { positive, refuse, say } from './command-line.ts';
+import { parseCommandLine, positive, refuse, say } from './command-line.ts';
 
-const usage = `bench-kernels [--geometry ${Object.keys(geometries).join('|')}] [--rows 1,64,512] [--context N]
+const HELP = `bench-kernels [--geometry ${Object.keys(geometries).join('|')}] [--rows 1,64,512] [--context N]
               [--kernel NAME[,NAME]] [--rounds N] [--adapter NAME]
 
   --geometry  sizes of the embedded model, or of one layer of DeepSeek-V4-Flash
@@ -55,7 +54,7 @@ interface Rates {
 }
 
 function parseOptions() {
-  const { values } = parseArgs({
+  const { values } = parseCommandLine(HELP, {
     options: {
       geometry: { type: 'string', default: 'nano' },
       rows: { type: 'string', default: '1,64,512' },
@@ -63,13 +62,8 @@ function parseOptions() {
       kernel: { type: 'string', default: '' },
       rounds: { type: 'string', default: '9' },
       adapter: { type: 'string' },
-      help: { type: 'boolean', default: false },
     },
   });
-  if (values.help) {
-    process.stdout.write(usage);
-    process.exit(0);
-  }
   const geometry = geometries[values.geometry];
   if (!geometry) refuse(`--geometry: ${values.geometry} is none of ${Object.keys(geometries).join(', ')}`);
   const names = values.kernel.split(',').filter((name) => name !== '');

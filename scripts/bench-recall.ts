@@ -10,7 +10,6 @@
  *                           [--write]
  */
 import { readFileSync, writeFileSync } from 'node:fs';
-import { parseArgs } from 'node:util';
 import { fileURLToPath } from 'node:url';
 import { DeviceError, openDevice, type Device } from '../kernels/device.ts';
 import { indexKeyWords, packKeys, type IndexPrecision } from '../kernels/index-keys.ts';
@@ -27,9 +26,9 @@ import { createPrng } from '../test/support/prng.ts';
 import { surroundings } from './measurement.ts';
 import { recallFacts, type RecallFact } from './recall-prompts.ts';
 import { recallTable, replaceTable, type RecallLine, type Selection } from './recall-table.ts';
-import { positive, refuse, say } from './command-line.ts';
+import { parseCommandLine, positive, refuse, say } from './command-line.ts';
 
-const usage = `bench-recall [--contexts 256,512,...] [--texts N] [--questions N] [--seed N] [--adapter NAME] [--write]
+const HELP = `bench-recall [--contexts 256,512,...] [--texts N] [--questions N] [--seed N] [--adapter NAME] [--write]
 
   --contexts   tokens of a prompt, text and question
   --texts      texts of each context
@@ -50,7 +49,7 @@ const MAX_ANSWER_TOKENS = 8;
 const GREEDY = { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 };
 
 function parseOptions() {
-  const { values } = parseArgs({
+  const { values } = parseCommandLine(HELP, {
     options: {
       contexts: { type: 'string', default: '256,512,1024,2048,4096' },
       texts: { type: 'string', default: '1' },
@@ -58,13 +57,8 @@ function parseOptions() {
       seed: { type: 'string', default: '20261129' },
       adapter: { type: 'string' },
       write: { type: 'boolean', default: false },
-      help: { type: 'boolean', default: false },
     },
   });
-  if (values.help) {
-    process.stdout.write(usage);
-    process.exit(0);
-  }
   return {
     contexts: values.contexts.split(',').map((text) => positive('--contexts', text)),
     textCount: positive('--texts', values.texts),

@@ -5,15 +5,26 @@
  * latency (ITL) and tokens per second the median with the 10th and 90th percentile. All times are taken at the client.
  * With drafts also the share of right ones, and with `--speculative both` the speed-up over a server without.
  *
- *   npx tsx scripts/bench-serve.ts [--url http://127.0.0.1:8000] [--streams 1,8,32] [--prompt-tokens 128]
- *                                  [--output-tokens 64] [--rounds 3] [--prompts random|samples]
- *                                  [--speculative on|off|both]
+ *   npm run bench -- [--url http://127.0.0.1:8000] [--streams 1,8,32] [--prompt-tokens 128] [--output-tokens 64]
+ *                    [--rounds 3] [--prompts random|samples] [--speculative on|off|both]
  */
 import { execFileSync, spawn, type ChildProcess } from 'node:child_process';
 import { readFileSync } from 'node:fs';
-import { parseArgs } from 'node:util';
+import { chunksOf } from '../test/support/stream.ts';
+import { oneOf, parseCommandLine, positive, refuse } from './command-line.ts';
 
-const { values: options } = parseArgs({
+const HELP = `
+npm run bench [-- OPTIONS]
+
+  --streams N,N,...   at a time (default 1,8,32)
+  --prompt-tokens N   (default 128)
+  --output-tokens N   (default 64)
+  --rounds N          (default 3)
+  --prompts KIND      random, whose answers have no end (default), or samples, which end in a question of nano
+  --speculative MODE  on, off, or both: measure without drafts and with them; not with --url
+  --url URL           a router to measure; without it one is started on free ports and stopped afterwards`;
+
+const { values: options } = parseCommandLine(HELP, {
   options: {
     url: { type: 'string' },
     streams: { type: 'string', default: '1,8,32' },
@@ -22,28 +33,16 @@ const { values: options } = parseArgs({
     rounds: { type: 'string', default: '3' },
     prompts: { type: 'string', default: 'random' },
     speculative: { type: 'string' },
-    help: { type: 'boolean', default: false },
   },
 });
-if (options.help) {
-  process.stdout.write(
-    'bench-serve [--url URL] [--streams 1,8,32] [--prompt-tokens N] [--output-tokens N] [--rounds N]\n' +
-      '            [--prompts random|samples] [--speculative on|off|both]\n' +
-      'Without --url it starts `handoff all` on free ports and stops it afterwards. Answers to random prompts have no\n' +
-      'end; samples end in a question of the embedded model. `--speculative both` measures without drafts and with them.\n',
-  );
-  process.exit(0);
-}
-const promptTokens = Number(options['prompt-tokens']);
-const outputTokens = Number(options['output-tokens']);
-const rounds = Number(options.rounds);
-if (options.speculative !== undefined && (options.url || !['on', 'off', 'both'].includes(options.speculative))) {
-  process.stderr.write('bench-serve: --speculative is on, off or both, for the server that it starts itself\n');
-  process.exit(1);
-}
-if (!['random', 'samples'].includes(options.prompts)) {
-  process.stderr.write(`bench-serve: --prompts is random or samples, not "${options.prompts}"\n`);
-  process.exit(1);
+const streamCounts = options.streams.split(',').map((text) => positive('--streams', text));
+const promptTokens = positive('--prompt-tokens', options['prompt-tokens']);
+const outputTokens = positive('--output-tokens', options['output-tokens']);
+const rounds = positive('--rounds', options.rounds);
+oneOf('--prompts', options.prompts, ['random', 'samples']);
+if (options.speculative !== undefined) {
+  oneOf('--speculative', options.speculative, ['on', 'off', 'both']);
+  if (options.url !== undefined) refuse('--speculative is for the server that is started here, not for --url');
 }
 const samplePrompts =
   options.prompts === 'random'
@@ -91,27 +90,12 @@ async function runStream(url: string, model: string, seed: number): Promise<Stre
       stream_options: { include_usage: true },
     }),
   });
-  if (!response.ok) throw new Error(`HTTP ${response.status}: ${await response.text()}`);
-  const decoder = new TextDecoder();
   const arrivalsMs: number[] = [];
   let tokens = 0;
-  let rest = '';
-  for await (const bytes of response.body!) {
-    const nowMs = performance.now();
-    rest += decoder.decode(bytes, { stream: true });
-    const events = rest.split('\n\n');
-    rest = events.pop()!;
-    for (const event of events) {
-      if (!event.startsWith('data: ') || event === 'data: [DONE]') continue;
-      const chunk = JSON.parse(event.slice(6)) as {
-        error?: { message: string };
-        choices?: { text: string }[];
-        usage?: { completion_tokens: number } | null;
-      };
-      if (chunk.error) throw new Error(chunk.error.message);
-      if (chunk.usage) tokens = chunk.usage.completion_tokens;
-      if (chunk.choices?.[0]?.text) arrivalsMs.push(nowMs);
-    }
+  type Chunk = { choices?: { text: string }[]; usage?: { completion_tokens: number } | null };
+  for await (const chunk of chunksOf<Chunk>(response)) {
+    if (chunk.usage) tokens = chunk.usage.completion_tokens;
+    if (chunk.choices?.[0]?.text) arrivalsMs.push(performance.now());
   }
   if (tokens !== outputTokens) throw new Error(`asked for ${outputTokens} tokens, got ${tokens}`);
   const gapsMs = arrivalsMs.slice(1).map((at, index) => at - arrivalsMs[index]!);
@@ -166,7 +150,7 @@ async function measure(url: string, speculative: string | undefined, plain: read
   const commit = execFileSync('git', ['rev-parse', '--short', 'HEAD']).toString().trim();
   await runStream(url, model, 0); // caches and pipelines are warm afterwards
   const medians: number[] = [];
-  for (const [index, streams] of options.streams.split(',').map(Number).entries()) {
+  for (const [index, streams] of streamCounts.entries()) {
     const ttftMs: number[] = [];
     const itlMs: number[] = [];
     const tokensPerSecond: number[] = [];

@@ -29,6 +29,26 @@ export function positive(option: string, text: string): number {
   return value;
 }
 
+/** As `positive`, for an option that may be zero. */
+export function positiveOrZero(option: string, text: string): number {
+  return text === '0' ? 0 : positive(option, text);
+}
+
+/** The value of an option that measures something, from `min` to `max`. */
+export function within(option: string, text: string, { min, max }: { min: number; max: number }): number {
+  const value = Number(text);
+  if (text.trim() === '' || !(value >= min && value <= max)) {
+    refuse(`${option}: expected a number from ${min} to ${max}, found "${text}"`);
+  }
+  return value;
+}
+
+/** The value of an option that is one of a few words. */
+export function oneOf<const T extends string>(option: string, text: string, words: readonly T[]): T {
+  const found = words.find((word) => word === text);
+  return found ?? refuse(`${option}: expected one of ${words.join(', ')}, found "${text}"`);
+}
+
 /** End the process: the command line asks for what cannot be. */
 export function refuse(problem: string): never {
   process.stderr.write(`${problem}\n`);

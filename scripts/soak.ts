@@ -18,7 +18,7 @@ import { unsettled, untilQuiet } from '../test/support/quiet.ts';
 import { startSplitCluster, untilUp, type Seat } from '../test/support/split-cluster.ts';
 import { openCompletion, ServerError } from '../test/support/stream.ts';
 import { hundredths, quantile, surroundings } from './measurement.ts';
-import { parseCommandLine } from './command-line.ts';
+import { parseCommandLine, positive, refuse, within } from './command-line.ts';
 
 const HELP = `
 npm run soak [-- OPTIONS]
@@ -42,14 +42,10 @@ const { values: options } = parseCommandLine(HELP, {
     seed: { type: 'string', default: '1' },
   },
 });
-const durationMs = Number(options.minutes) * 60_000;
-const abortShare = Number(options['abort-share']);
+const durationMs = within('--minutes', options.minutes, { min: 0.1, max: 100_000 }) * 60_000;
+const abortShare = within('--abort-share', options['abort-share'], { min: 0, max: 0.99 });
 const killEveryMs = millisecondsOf(options['kill-every']);
-const seed = Number(options.seed);
-if (!(durationMs > 0) || !(abortShare >= 0 && abortShare < 1)) {
-  console.error('--minutes is a positive number, --abort-share at least 0 and below 1');
-  process.exit(2);
-}
+const seed = positive('--seed', options.seed);
 
 /** First and last windows that are compared: three minutes of ten, less of a shorter soak. */
 const WINDOW_MS = Math.min(180_000, durationMs / 3);
@@ -342,7 +338,7 @@ function medianResident(fromMs: number): number {
 /** `30s`, `2m`, `500ms`. */
 function millisecondsOf(text: string): number {
   const match = /^(\d+(?:\.\d+)?)(ms|s|m)$/.exec(text);
-  if (match === null) throw new Error(`--kill-every ${text} is not a time like 30s`);
+  if (match === null) refuse(`--kill-every: expected a time like 30s, found "${text}"`);
   return Number(match[1]) * { ms: 1, s: 1000, m: 60_000 }[match[2] as 'ms' | 's' | 'm'];
 }
 

@@ -108,11 +108,10 @@ async function counts(): Promise<{ prompt: number; generated: number; cancelled:
   };
 }
 
-/** Whether the long prompt is being answered: some programs ask for a title at the same time. */
+/** Whether decode answers the long prompt: some programs ask for a title at the same time. */
 function isAnswering(samples: readonly Sample[]): boolean {
-  const onDecode = (queue: string): number =>
-    sumOf(samples, 'handoff_queue_requests', { engine_type: 'decode', queue });
-  const heldTokens = sumOf(samples, 'sglang_kv_used_tokens', { engine_type: 'decode' });
+  const onDecode = (queue: string): number => sumOf(samples, 'handoff_queue_requests', { queue });
+  const heldTokens = sumOf(samples, 'sglang_kv_used_tokens');
   return heldTokens > LEAST_PROMPT_TOKENS && onDecode('running') > 0 && onDecode('transfer') === 0;
 }
 
@@ -137,12 +136,12 @@ for (const program of PROGRAMS) {
     test('broken off by SIGINT in mid-answer leaves every queue and page at zero', { timeout: TURN_MS }, async (t) => {
       const earlier = await counts();
       const run = start(program, `${program.name} broken off`);
-      await untilMetrics(cluster.url, TURN_MS, (samples) => {
+      const [, decodePid, decodeUrl] = /^decode-0 +(\d+) +(http\S+)/m.exec(cluster.output())!;
+      await untilMetrics(decodeUrl!, TURN_MS, (samples) => {
         assert.equal(run.child.exitCode, null, 'it ended before it was broken off');
         return isAnswering(samples);
       });
       // Nano's answers are short: it must not come to its end before the program does.
-      const [, decodePid] = /^decode-0 +(\d+) /m.exec(cluster.output())!;
       process.kill(Number(decodePid), 'SIGSTOP');
       run.child.kill('SIGINT');
       await run.ended;

@@ -74,37 +74,45 @@ async function readStream(
     body: bodyOf(model, request, true),
     signal,
   });
+  let text = '';
+  for await (const chunk of chunksOf<{ choices?: { text?: string }[] }>(response)) {
+    const piece = chunk.choices?.[0]?.text ?? '';
+    if (piece !== '') {
+      text += piece;
+      onText();
+    }
+  }
+  onText();
+  return text;
+}
+
+/**
+ * The chunks of a streamed answer of the OpenAI API.
+ *
+ * Throws `ServerError` for one that is refused or ends with an error, and an Error for one without its end mark.
+ */
+export async function* chunksOf<T>(response: Response): AsyncGenerator<Awaited<T>> {
   if (!response.ok) throw await errorOf(response);
   const decoder = new TextDecoder();
   let rest = '';
-  let text = '';
   let done = false;
   for await (const bytes of response.body!) {
     rest += decoder.decode(bytes, { stream: true });
     const events = rest.split('\n\n');
     rest = events.pop()!;
     for (const event of events) {
-      if (!event.startsWith('data: ')) continue;
-      const payload = event.slice('data: '.length);
+      const payload = /^\n*data: (.*)$/s.exec(event)?.[1];
+      if (payload === undefined) continue;
       if (payload === '[DONE]') {
         done = true;
         continue;
       }
-      const chunk = JSON.parse(payload) as {
-        error?: { message: string; code?: string };
-        choices?: { text?: string }[];
-      };
+      const chunk = JSON.parse(payload) as Awaited<T> & { error?: { message: string; code?: string } };
       if (chunk.error) throw new ServerError(200, chunk.error, null);
-      const piece = chunk.choices?.[0]?.text ?? '';
-      if (piece !== '') {
-        text += piece;
-        onText();
-      }
+      yield chunk;
     }
   }
   if (!done) throw new Error('the stream ended without [DONE]');
-  onText();
-  return text;
 }
 
 async function errorOf(response: Response): Promise<ServerError> {
