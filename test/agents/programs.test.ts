@@ -71,7 +71,7 @@ const children = new Set<ChildProcess>();
 before(async () => {
   assert.ok(process.env['HANDOFF_CODEX'], 'run this by `npm run test:agents`');
   folder = mkdtempSync(join(tmpdir(), 'handoff-agents-'));
-  cluster = await startCluster(['--context-length', '131072']);
+  cluster = await startCluster(['--context-length', '131072', '--default-thinking', 'off']);
 });
 after(async () => {
   for (const child of children) child.kill('SIGKILL');

@@ -199,6 +199,14 @@ describe('a config', () => {
     assert.equal(pageTokens, 384);
   });
 
+  test('has as many positions as a deployment wants, or as many as it was trained for', () => {
+    const nano = fileURLToPath(new URL('../../../model/nano', import.meta.url));
+    assert.equal(loadModelConfig(nano).maxPositions, 4096);
+    for (const contextTokens of [1024, 131_072]) {
+      assert.equal(loadModelConfig(nano, { contextTokens }).maxPositions, contextTokens);
+    }
+  });
+
   test('takes larger pages that every ratio divides, and no others', () => {
     const nano = fileURLToPath(new URL('../../../model/nano', import.meta.url));
     assert.equal(loadModelConfig(nano, { pageTokens: 256 }).pageTokens, 256);
