@@ -3,10 +3,18 @@
  *
  * With `--env` it prints `NAME=value` lines for `env` or a shell instead, the rest goes to stderr.
  */
-import { parseArgs } from 'node:util';
 import { AdapterError, describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
+import { parseCommandLine } from './command-line.ts';
 
-const { values } = parseArgs({ options: { adapter: { type: 'string' }, env: { type: 'boolean', default: false } } });
+const HELP = `
+npm run adapter [-- OPTIONS]
+
+  --adapter NAME  lavapipe, swiftshader or a part of an adapter's name
+  --env           print NAME=value lines for a shell, the rest to standard error`;
+
+const { values } = parseCommandLine(HELP, {
+  options: { adapter: { type: 'string' }, env: { type: 'boolean', default: false } },
+});
 try {
   const choice = await setUpAdapter({
     wanted: values.adapter ?? process.env['HANDOFF_ADAPTER'],
