@@ -14,7 +14,7 @@ import { assertFlatMemory, openIndexedModel, runLongContext } from '../support/l
 
 const device = await openTestDevice();
 
-test('nano at 4096 tokens has the logits of the reference, however the prompt is cut', async (t) => {
+test('nano at 5120 tokens, beyond its own 4096, has the logits of the reference, however the prompt is cut', async (t) => {
   // Made by test/reference/nano_long.py.
   const golden = readGolden<{
     tokens: number;
@@ -29,7 +29,7 @@ test('nano at 4096 tokens has the logits of the reference, however the prompt is
     state = (Math.imul(state, 1103515245) + 12345) & 0x7fffffff;
     return (state >>> 16) % 1024;
   });
-  const size = { maxRows: 1024, maxSequences: 1, maxPositions: golden.tokens };
+  const size = { maxRows: 1024, maxSequences: 1, maxPositions: golden.tokens, contextTokens: golden.tokens };
   const model = await openTestModel(device, fileURLToPath(new URL('../../model/nano', import.meta.url)), size);
   const { cache, places } = createTestCache(model, 1);
   const prefill = async (chunk: number): Promise<Float32Array[]> => {

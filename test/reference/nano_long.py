@@ -1,4 +1,4 @@
-"""Logits of the embedded model far into its context, for test/data/golden/nano-long.json.
+"""Logits of the embedded model far into its context and beyond it, for test/data/golden/nano-long.json.
 
     python3 test/reference/nano_long.py PATH/reference.py model/nano > test/data/golden/nano-long.json
 
@@ -11,7 +11,7 @@ spec = importlib.util.spec_from_file_location('reference', sys.argv[1])
 ref = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ref)
 
-TOKENS, POSITIONS, STRIDE = 4096, [511, 1500, 2047, 2048, 3333, 4095], 5   # every STRIDE-th logit is listed
+TOKENS, POSITIONS, STRIDE = 5120, [511, 2047, 4095, 4096, 4500, 5119], 5   # every STRIDE-th logit is listed
 E4M3 = np.array([(-1.0 if c & 128 else 1.0) * ((c & 7) * 2.0 ** -9 if c & 120 == 0 else (8 + (c & 7)) * 2.0 ** (((c >> 3) & 15) - 10)) for c in range(256)])
 E2M1 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
