@@ -109,8 +109,11 @@ interface Reply {
   readonly totalTokens: number;
 }
 
-/** What the clients know. Every request is in exactly one of the first five. */
-const ledger = { stop: 0, toolCalls: 0, length: 0, cut: 0, failed: 0, answers: 0, tokens: 0 };
+/**
+ * What the clients know. Every request is in exactly one of the first six: `givenUp` by its agent, `massCut` with all
+ * others.
+ */
+const ledger = { stop: 0, toolCalls: 0, length: 0, givenUp: 0, massCut: 0, failed: 0, answers: 0, tokens: 0 };
 const failures: string[] = [];
 const ttftMs: number[] = [];
 const itlMs: number[] = [];
@@ -153,11 +156,13 @@ async function main(): Promise<number> {
   const seconds = (performance.now() - startMs) / 1000;
   await untilQuiet(() => target.samples(), CLEAN_MS);
   const samples = await target.samples();
-  const { stop, toolCalls, length, cut, failed } = ledger;
+  const { stop, toolCalls, length, givenUp, failed } = ledger;
+  const whole = stop + toolCalls + length;
+  const cut = givenUp + ledger.massCut;
   const comparison = compareLedgers(
     { before, after: countsOf(samples) },
     {
-      ended: stop + toolCalls + length + cut + failed,
+      ended: whole + cut + failed,
       aborted: cut,
       abortsByReason: cut,
       length,
@@ -177,7 +182,7 @@ async function main(): Promise<number> {
     agents: agentCount,
     seconds: hundredths(seconds),
     requests: ledger,
-    cutShare: hundredths(cut / (stop + toolCalls + length + cut + failed)),
+    givenUpShare: hundredths(givenUp / (whole + givenUp + failed)),
     ttftMs: spread(ttftMs),
     itlMs: spread(itlMs),
     goodput: {
@@ -255,7 +260,7 @@ async function ask(agent: Agent, messages: readonly Message[], tools: readonly T
     agent.usualMs = 0.8 * agent.usualMs + 0.2 * (performance.now() - startMs);
     return reply;
   } catch (error) {
-    if (leave.signal.aborted && !hangs) ledger.cut++;
+    if (leave.signal.aborted && !hangs) ledger[mass === null ? 'givenUp' : 'massCut']++;
     else {
       ledger.failed++;
       failures.push(hangs ? `a request had no end after ${HANG_MS / 1000} s` : String(error));
@@ -343,8 +348,8 @@ async function leaveTogether(startMs: number): Promise<void> {
 }
 
 function summary(): string {
-  const { answers, cut, failed } = ledger;
-  return `${answers} answers, ${cut} cut, ${failed} failed`;
+  const { answers, givenUp, failed } = ledger;
+  return `${answers} answers, ${givenUp} given up, ${failed} failed`;
 }
 
 function pause(ms: number): Promise<void> {
