@@ -80,7 +80,7 @@ export const MUTANTS: readonly Mutant[] = [
     why: 'Pages of a stopped room are lent again while one of its units is still being written.',
     edits: [{ file: RECEIVER, find: `  if (receiver.units.includes('writing')) return [];\n`, put: '' }],
     killers: [
-      unit('scheduler/decode', 'a cancel in mid-write keeps the pages until the write is done'),
+      unit('scheduler/decode', 'a cancel in mid-write keeps the pages until the write is done (api-bugs 83)'),
       unit('transfer/receiver', WHOLE_TABLE),
       check('one room: cancel', /^I10/),
       sim(/^I3/, VERY_RARE),

@@ -179,8 +179,8 @@ export const openaiFields = {
   rid: optional(clientRequestId),
   request_id: optional(clientRequestId),
   priority: ignored('Requests are served in the order they come.', integer({ min: -(2 ** 31), max: 2 ** 31 - 1 })),
-  cache_salt: ignored('No text is shared between requests.', text({ minLength: 1, maxLength: 256 })),
-  extra_key: ignored('No text is shared between requests.', text({ minLength: 1, maxLength: 256 })),
+  cache_salt: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
+  extra_key: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
   response_format: unsupported({
     field: object({ type: choice(['text', 'json_object', 'json_schema', 'structural_tag']) }),
     neutral: (value) => isObject(value) && value['type'] === 'text',

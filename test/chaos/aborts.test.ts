@@ -71,22 +71,26 @@ const ONE_AT_A_TIME = ['--kv-pages', String(CONTEXT_PAGES)];
 /** The worker with this lease misses its stopped router long before the other one does. */
 const SHORT_LEASE = ['--lease', '2s'];
 
-test(`seed ${SEED}: X-02: decode is told at once of rooms that prefill alone gives up`, LIMIT, async (t) => {
-  const { cluster, client } = await start(t, ['--heartbeat', '200ms'], {
-    prefill: [...ONE_AT_A_TIME, ...SHORT_LEASE],
-    decode: ['--lease', '15s'],
-  });
-  const streams = Array.from({ length: 8 }, () => client.open(3500, 20));
-  await client.untilStage(['decode', 'transfer'], streams.length);
-  cluster.router.process.child.kill('SIGSTOP');
-  t.after(() => cluster.router.process.child.kill('SIGCONT'));
-  const [prefill, decode] = [cluster.prefills[0]!, cluster.decodes[0]!];
-  await untilMetrics(prefill.url, 10_000, (samples) => countOf(samples, ['prefill', 'waiting']) === 0);
-  await untilMetrics(decode.url, NOTICE_MS, (samples) => sumOf(samples, 'handoff_queue_requests') === 0);
-  cluster.router.process.child.kill('SIGCONT');
-  await Promise.allSettled(streams.map((stream) => stream.text)); // answered by a second attempt, or told why not
-  await client.settles(10_000);
-});
+test(
+  `seed ${SEED}: X-02: decode is told at once of rooms that prefill alone gives up (api-bugs 84)`,
+  LIMIT,
+  async (t) => {
+    const { cluster, client } = await start(t, ['--heartbeat', '200ms'], {
+      prefill: [...ONE_AT_A_TIME, ...SHORT_LEASE],
+      decode: ['--lease', '15s'],
+    });
+    const streams = Array.from({ length: 8 }, () => client.open(3500, 20));
+    await client.untilStage(['decode', 'transfer'], streams.length);
+    cluster.router.process.child.kill('SIGSTOP');
+    t.after(() => cluster.router.process.child.kill('SIGCONT'));
+    const [prefill, decode] = [cluster.prefills[0]!, cluster.decodes[0]!];
+    await untilMetrics(prefill.url, 10_000, (samples) => countOf(samples, ['prefill', 'waiting']) === 0);
+    await untilMetrics(decode.url, NOTICE_MS, (samples) => sumOf(samples, 'handoff_queue_requests') === 0);
+    cluster.router.process.child.kill('SIGCONT');
+    await Promise.allSettled(streams.map((stream) => stream.text)); // answered by a second attempt, or told why not
+    await client.settles(10_000);
+  },
+);
 
 test(
   `seed ${SEED}: X-03: rooms that decode alone gives up leave the queue of prefill and are not computed`,

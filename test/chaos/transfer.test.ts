@@ -198,7 +198,7 @@ for (const stream of [false, true]) {
     await client.settles(3000);
   });
 
-  test(`seed ${SEED}: G-01: prefill killed in mid-transfer is an error, ${how}`, LIMIT, async () => {
+  test(`seed ${SEED}: G-01: prefill killed in mid-transfer is an error, ${how} (api-bugs 85)`, LIMIT, async () => {
     const [prefill] = cluster.prefills;
     const isHeld = cluster.data.pauseAfter(40_000);
     await assertFails(ROOM_TOKENS, 12, async () => {

@@ -36,7 +36,7 @@ function send(path: string, headers: Record<string, string>, body: object | null
 }
 
 describe('a server with API keys', () => {
-  test('asks for one on every route but those of health and documentation (74)', async () => {
+  test('asks for one on every route but those of health and documentation (api-bugs 74)', async () => {
     const document = (await (await send('/openapi.json', {}, null)).json()) as {
       paths: Record<string, Record<string, { security?: object[] }>>;
     };
@@ -64,7 +64,7 @@ describe('a server with API keys', () => {
     assert.equal((await send('/abort_request', {}, { rid: 'x' })).status, 401, 'it looks for itself');
   });
 
-  test('is not to be got around by how the path is written (74)', async () => {
+  test('is not to be got around by how the path is written (api-bugs 74)', async () => {
     for (const path of [
       '//v1/completions',
       '/v1//completions',
@@ -165,7 +165,7 @@ describe('a server with API keys', () => {
 });
 
 describe('a page of another origin', () => {
-  test('may ask with whatever headers it names, without a key (75)', async () => {
+  test('may ask with whatever headers it names, without a key (api-bugs 75)', async () => {
     const response = await fetch(`${server.url}/v1/chat/completions`, {
       method: 'OPTIONS',
       headers: {

@@ -75,11 +75,11 @@ describe('several choices', () => {
       ],
     );
     const promptTokens = rooms[0]!.request.promptTokens.length;
-    assert.equal(usage?.prompt_tokens, promptTokens, 'the prompt counts once (19)');
+    assert.equal(usage?.prompt_tokens, promptTokens, 'the prompt counts once (api-bugs 19)');
     assert.equal(usage?.total_tokens, promptTokens + usage!.completion_tokens);
   });
 
-  test('stream side by side, each with one role and one end (1)', async () => {
+  test('stream side by side, each with one role and one end (api-bugs 1)', async () => {
     const body = { ...plain, n: 2, stream: true, stream_options: { include_usage: true } } as const;
     const stream = client.chat.completions.create(body);
     const [first, second] = [await server.rooms.next(), await server.rooms.next()];
@@ -102,7 +102,7 @@ describe('several choices', () => {
     assert.equal(usageCount, 1);
   });
 
-  test('have parsers of their own: calls of one never reach another (35)', async () => {
+  test('have parsers of their own: calls of one never reach another (api-bugs 35)', async () => {
     const tools = [{ type: 'function' as const, function: tool }];
     const runner = client.chat.completions.stream({ ...plain, n: 2, tools });
     const [first, second] = [await server.rooms.next(), await server.rooms.next()];
@@ -156,7 +156,7 @@ describe('several choices', () => {
   });
 });
 
-test('a prompt that is only echoed starts nothing (71)', async () => {
+test('a prompt that is only echoed starts nothing (api-bugs 71)', async () => {
   for (const stream of [false, true]) {
     const response = await post('/v1/completions', { prompt: 'ab', echo: true, max_tokens: 0, stream });
     const text = await response.text();
@@ -171,7 +171,7 @@ test('a prompt that is only echoed starts nothing (71)', async () => {
   assert.equal(server.rooms.startCount, 0);
 });
 
-test('an id of the client may be used again when its request is over, and not before (73)', async () => {
+test('an id of the client may be used again when its request is over, and not before (api-bugs 73)', async () => {
   const first = post('/v1/chat/completions', { ...plain, rid: 'mine' });
   const room = await server.rooms.next();
   const second = await post('/v1/chat/completions', { ...plain, rid: 'mine' });
@@ -183,7 +183,7 @@ test('an id of the client may be used again when its request is over, and not be
   assert.equal((await post('/v1/chat/completions', { ...plain, rid: 'mine' })).status, 200);
 });
 
-test('a final message goes on, and what follows is content (44)', async () => {
+test('a final message goes on, and what follows is content (api-bugs 44)', async () => {
   const conversation = [...messages, { role: 'assistant' as const, content: 'The answer is' }];
   const whole = post('/v1/chat/completions', { messages: conversation, continue_final_message: true });
   const room = await server.rooms.next();
@@ -218,7 +218,7 @@ describe('/v1/responses', () => {
     assert.equal(response.usage!.total_tokens, response.usage!.input_tokens + response.usage!.output_tokens);
   });
 
-  test('streams numbered events whose done texts are the sums of their deltas (94)', async () => {
+  test('streams numbered events whose done texts are the sums of their deltas (api-bugs 94)', async () => {
     const ids = tokenizer.encode(`thinking</think>${toolCall}`);
     const request = { model: 'nano', input: 'hi', tools: [{ type: 'function' as const, strict: null, ...tool }] };
     const whole = client.responses.create(request);
@@ -370,7 +370,7 @@ describe('/v1/messages', () => {
     assert.deepEqual(await counted.json(), { input_tokens: at(message, 'usage', 'input_tokens') });
   });
 
-  test('streams named events in their order, without [DONE] (89, 90, 91, 92)', async () => {
+  test('streams named events in their order, without [DONE] (api-bugs 89, 90, 91, 92)', async () => {
     const ids = tokenizer.encode(`thinking</think>${toolCall}`);
     server.rooms.script = (room) => {
       for (const id of ids) room.tokens([id]);
@@ -419,7 +419,7 @@ describe('/v1/messages', () => {
     assert.deepEqual(at(await (await post('/v1/messages', body)).json(), 'content'), [{ type: 'text', text: '' }]);
   });
 
-  test('takes tool results with their ids, and a limit beyond the context is cut down (38)', async () => {
+  test('takes tool results with their ids, and a limit beyond the context is cut down (api-bugs 38)', async () => {
     const conversation = [
       { role: 'user', content: 'add 1' },
       { role: 'assistant', content: [{ type: 'tool_use', id: 't1', name: 'add', input: { a: 1 } }] },
@@ -433,7 +433,7 @@ describe('/v1/messages', () => {
     assert.equal((await whole).status, 200);
   });
 
-  test('errors have the shape of this API (93)', async () => {
+  test('errors have the shape of this API (api-bugs 93)', async () => {
     const cases: [object, number, string][] = [
       [{ ...body, max_tokens: undefined }, 400, 'invalid_request_error'],
       [{ ...body, model: 'other' }, 404, 'not_found_error'],

@@ -5,13 +5,14 @@
 import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { readFileSync } from 'node:fs';
-import { connect } from 'node:net';
-import type { Socket } from 'node:net';
+import { connect, createServer } from 'node:net';
+import type { AddressInfo, Socket } from 'node:net';
 import { setImmediate as nextTurn } from 'node:timers/promises';
 import { after, afterEach, before, describe, test } from 'node:test';
 import type { TestContext } from 'node:test';
 import type { FastifyInstance } from 'fastify';
 import OpenAI from 'openai';
+import { answerBrokenRequest } from '../../server/api/edge.ts';
 import { ApiError } from '../../server/errors.ts';
 import { closeApp } from '../../server/http.ts';
 import type { HttpLimits } from '../../server/http.ts';
@@ -285,6 +286,7 @@ describe('a stream', () => {
     assert.equal(response.status, 200);
     assert.equal(response.headers.get('content-type'), 'text/event-stream; charset=utf-8');
     assert.equal(response.headers.get('cache-control'), 'no-cache, no-transform');
+    assert.equal(response.headers.get('x-accel-buffering'), 'no');
     room.finish('.');
     const events = eventsOf(await response.text());
     assert.equal(events.at(-1), '[DONE]');
@@ -361,7 +363,7 @@ describe('a stream', () => {
     assert.equal(room.cancelCount, 1);
   });
 
-  test('that stays silent gets its headers and blank lines', async () => {
+  test('that stays silent gets its headers and blank lines (api-bugs 88)', async () => {
     const { rooms, url } = await listenWith({ firstByteMs: 5, heartbeatMs: 5 });
     const answer = post('/v1/chat/completions', { ...plain, stream: true }, { base: url });
     const room = await rooms.next();
@@ -572,7 +574,7 @@ describe('an error', () => {
       { status: 400, code: 'invalid_value', param: 'messages[0]' },
     ],
     [
-      'a final message with tool calls that is to be continued (96)',
+      'a final message with tool calls that is to be continued (api-bugs 96)',
       '/v1/chat/completions',
       {
         messages: [...messages, { role: 'assistant', tool_calls: [{ function: { name: 'f', arguments: '{}' } }] }],
@@ -652,6 +654,27 @@ describe('an error', () => {
     assert.match(received, /"code":"bad_request"/);
   });
 
+  test('for a request that does not arrive in time is 408', async () => {
+    // Node looks for late requests twice a minute, so what it does with one is tried by itself.
+    const [ours, theirs] = await socketPair();
+    answerBrokenRequest(Object.assign(new Error('late'), { code: 'ERR_HTTP_REQUEST_TIMEOUT' }), ours);
+    let received = '';
+    for await (const part of theirs.setEncoding('utf8')) received += part as string;
+    assert.match(received, /^HTTP\/1\.1 408 .*"type":"timeout_error".*"code":"request_timeout"/s);
+  });
+
+  /** Two ends of a connection. */
+  async function socketPair(): Promise<[Socket, Socket]> {
+    const listener = createServer().listen(0, '127.0.0.1');
+    await once(listener, 'listening');
+    const { port } = listener.address() as AddressInfo;
+    const accepted = once(listener, 'connection') as Promise<[Socket]>;
+    const theirs = connect(port, '127.0.0.1');
+    const [ours] = await accepted;
+    listener.close();
+    return [ours, theirs];
+  }
+
   test('for a full queue is 503 with a time to wait, streamed or not', async () => {
     server.rooms.refusal = new ApiError('queue_full', 'The queue is full.', { retryAfterSeconds: 3 });
     for (const stream of [true, false]) {
@@ -696,6 +719,11 @@ test('prototype keys in a body are ordinary unknown fields', async () => {
   assert.equal(response.status, 200);
 });
 
+test('says for how long an idle connection is kept', async () => {
+  const { headers } = await fetch(`${server.url}/health`);
+  assert.equal(headers.get('keep-alive'), 'timeout=72');
+});
+
 test('content types are taken with parameters and in any case', async () => {
   const headers = { 'content-type': 'Application/JSON; charset=UTF-8' };
   assert.equal((await post('/tokenize', { prompt: 'a' }, { headers })).status, 200);
@@ -716,21 +744,37 @@ test('the models are listed, found by name, and nothing else is', async () => {
   await assert.rejects(client.models.retrieve('deepseek/v4'), OpenAI.NotFoundError);
 });
 
-test('health follows the workers', async () => {
-  const healthy = await fetch(`${server.url}/health`);
-  assert.equal(healthy.status, 200);
-  assert.deepEqual(await healthy.json(), { status: 'ok' });
-  server.rooms.isReady = false;
-  const response = await fetch(`${server.url}/health`);
-  assert.ok(response.headers.has('retry-after'));
-  assert.deepEqual((await errorOf(response)).code, 'engine_unavailable');
+test('a model is found by every name it has, slashes written either way', async (t) => {
+  const { app, url } = await listen({}, { aliases: ['org/nano'] });
+  t.after(() => closeApp(app, 0));
+  for (const path of ['nano', 'org/nano', 'org%2Fnano']) {
+    const response = await fetch(`${url}/v1/models/${path}`);
+    assert.equal(response.status, 200, path);
+    assert.equal(((await response.json()) as OpenAI.Model).id, decodeURIComponent(path));
+  }
 });
 
-test('metrics are text, with and without a slash', async () => {
+test('health follows the workers', async () => {
+  for (const path of ['/health', '/ping']) {
+    server.rooms.isReady = true;
+    const healthy = await fetch(server.url + path);
+    assert.equal(healthy.status, 200);
+    assert.deepEqual(await healthy.json(), { status: 'ok' });
+    server.rooms.isReady = false;
+    const response = await fetch(server.url + path);
+    assert.ok(response.headers.has('retry-after'));
+    assert.deepEqual((await errorOf(response)).code, 'engine_unavailable');
+  }
+});
+
+test('metrics are text, with and without a slash (api-bugs 98, 99)', async () => {
   for (const path of ['/metrics', '/metrics/']) {
-    const response = await fetch(`${server.url}${path}`);
-    assert.equal(response.headers.get('content-type'), 'text/plain; version=0.0.4; charset=utf-8');
-    assert.equal(await response.text(), 'handoff_up 1\n');
+    // A scraper that would take other forms, in which names may be escaped, gets this one, too.
+    for (const accept of ['*/*', 'application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.9,*/*;q=0.1']) {
+      const response = await fetch(`${server.url}${path}`, { headers: { accept }, redirect: 'error' });
+      assert.equal(response.headers.get('content-type'), 'text/plain; version=0.0.4; charset=utf-8');
+      assert.equal(await response.text(), 'handoff_up 1\n');
+    }
   }
 });
 
@@ -930,7 +974,9 @@ describe('aborting', () => {
     }
     assert.deepEqual(await (await post('/abort_request', { rid: 'agent-1' })).json(), { success: true, aborted: 1 });
     assert.equal(await first.cancelled, 'client_cancel');
-    const error = await errorOf(await byOwnId);
+    const answer = await byOwnId;
+    assert.equal(answer.headers.get('x-should-retry'), 'false');
+    const error = await errorOf(answer);
     assert.deepEqual([error.status, error.code], [499, 'request_aborted']);
     assert.equal(second.cancelReason, null, 'an id that is a prefix of another one ends only itself');
 

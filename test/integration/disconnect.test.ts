@@ -71,8 +71,9 @@ async function answersAgain(): Promise<void> {
   assert.equal(answer.completionTokens, 4);
 }
 
-test(`seed ${SEED}: cut while queued for pages`, async () => {
-  const running = Array.from({ length: RUNNING_LIMIT }, () => open(8, 4000));
+test(`seed ${SEED}: cut while queued for pages (api-bugs 80)`, async () => {
+  const other = open(8, 250);
+  const running = [other, ...Array.from({ length: RUNNING_LIMIT - 1 }, () => open(8, 4000))];
   await Promise.all(running.map((stream) => stream.firstText));
   const waiting = open(8);
   await untilStage('decode', 'prealloc', 1);
@@ -83,20 +84,21 @@ test(`seed ${SEED}: cut while queued for pages`, async () => {
     (samples) => queue(samples, 'decode', 'prealloc') === 0 && queue(samples, 'prefill', 'prealloc') === 0,
     (samples) => held(samples).join('\n'),
   );
+  assert.ok((await other.text).length > 0, 'who runs is not touched by who leaves the queue');
   for (const stream of running) stream.cut();
   await untilQuiet(1000);
   await answersAgain();
 });
 
-test(`seed ${SEED}: cut in prefill`, async () => {
-  const stream = open(3000);
-  await untilStage('prefill', 'running', 1);
-  stream.cut();
+test(`seed ${SEED}: cut in prefill (api-bugs 81)`, async () => {
+  const streams = Array.from({ length: 10 }, () => open(3000));
+  await untilMetrics(everyProcess, 30_000, (samples) => queue(samples, 'prefill', 'running') > 0);
+  for (const stream of streams) stream.cut();
   await untilQuiet(1000);
   await answersAgain();
 });
 
-test(`seed ${SEED}: cut in transfer`, async () => {
+test(`seed ${SEED}: cut in transfer (api-bugs 82)`, async () => {
   cluster.data.pause();
   try {
     const stream = open(600);
@@ -117,11 +119,28 @@ test(`seed ${SEED}: cut in transfer`, async () => {
   await answersAgain();
 });
 
-test(`seed ${SEED}: cut while decoding`, async () => {
+test(`seed ${SEED}: cut while decoding (api-bugs 78)`, async () => {
   const stream = open(100);
   await stream.firstText;
   await untilStage('decode', 'running', 1);
   stream.cut();
+  await untilQuiet(1000);
+  await answersAgain();
+});
+
+test(`seed ${SEED}: cut while an answer that is not streamed is decoded (api-bugs 79)`, async () => {
+  const aborter = new AbortController();
+  const prompt = randomPrompt(random, 100);
+  const answer = fetch(`${cluster.url}/v1/completions`, {
+    method: 'POST',
+    headers: { 'content-type': 'application/json' },
+    body: JSON.stringify({ prompt, max_tokens: 1000, ignore_eos: true }),
+    signal: aborter.signal,
+  });
+  const ended = assert.rejects(answer, { name: 'AbortError' });
+  await untilStage('decode', 'running', 1);
+  aborter.abort();
+  await ended;
   await untilQuiet(1000);
   await answersAgain();
 });
@@ -152,7 +171,7 @@ test(`seed ${SEED}: one flipped byte in a chunk fails that room with an explicit
   await answersAgain();
 });
 
-test(`seed ${SEED}: 200 rounds of cut streams leave pages, rooms and descriptors as before, and memory flat`, async () => {
+test(`seed ${SEED}: 200 rounds of cut streams leave pages, rooms and descriptors as before, and memory flat (api-bugs 86)`, async () => {
   const processes = ['router', 'prefill', 'decode'] as const;
   const read = async (name: string): Promise<number[]> => {
     const samples = await everyProcess();

@@ -140,7 +140,7 @@ test('a cancel between steps ends a running row at once', () => {
   assert.equal(nextDecodeBatch(state), null);
 });
 
-test('a cancel in mid-write keeps the pages until the write is done', () => {
+test('a cancel in mid-write keeps the pages until the write is done (api-bugs 83)', () => {
   const state = create();
   fromRouter(state, submitOf(0, 10));
   fromPeer(state, 0, waiting);

@@ -282,7 +282,7 @@ test('the mean decode batch is that of the last 512 steps', async (t) => {
   assert.equal(valueOf(text, 'handoff_decode_batch_size_sum'), 30 + 512 * 3);
 });
 
-test('the router shows its own series and those of its workers, kept apart by a label', async (t) => {
+test('the router shows its own series and those of its workers, kept apart by a label (api-bugs 98, 100)', async (t) => {
   const prefill = workerMetrics(t, 'prefill', () => ({ ...idle, prefilledTokensTotal: 11 }));
   const decode = workerMetrics(t, 'decode', () => ({ ...idle, generatedTokensTotal: 22 }));
   const metrics = routerMetrics(t, [
@@ -326,6 +326,15 @@ test('the router shows its own series and those of its workers, kept apart by a 
   assert.equal([...text.matchAll(/^handoff_aborts_total/gm)].length, REASONS.length * 3);
   for (const line of text.split('\n'))
     assert.ok(line === '' || line.startsWith('#') || line.includes('worker="'), line);
+  for (const [worker, role] of [
+    ['router', 'router'],
+    ['prefill-0', 'prefill'],
+    ['decode-0', 'decode'],
+  ]) {
+    const own = text.split('\n').filter((line) => line.startsWith('sglang_') && line.includes(`worker="${worker}"`));
+    assert.ok(own.length > 0 && own.every((line) => line.includes(`engine_type="${role}"`)), worker);
+  }
+  assert.doesNotMatch(text, /^[^#{ ]*:/m, 'no colon in a name');
   assertClean(t, text);
 });
 

@@ -186,8 +186,29 @@ test('null means absent in every field, and unknown fields are ignored', () => {
   const more = ['tools', 'tool_choice', 'parallel_tool_calls', 'logit_bias', 'response_format', 'n', 'logprobs'];
   const kwargs = ['chat_template_kwargs', 'reasoning_effort', 'thinking', 'ignore_eos', 'skip_special_tokens'];
   for (const name of [...fields, ...more, ...kwargs]) assert.deepEqual(same({ [name]: null }), plain, name);
-  const extras = { store: true, user: 7, metadata: { a: 1 }, service_tier: 'auto', bootstrap_room: 5, made_up: {} };
+  const extras = {
+    store: true,
+    user: 7,
+    metadata: { a: 1 },
+    service_tier: 'auto',
+    bootstrap_room: 5,
+    priority: 3,
+    made_up: {},
+  };
   assert.deepEqual(same(extras), plain);
+});
+
+test('constraints that would not be kept are refused by name', () => {
+  const names = ['stop_regex', 'lora_path', 'session_params', 'custom_params', 'custom_logit_processor'];
+  const grammars = ['regex', 'ebnf', 'structured_outputs', 'guided_json', 'guided_regex', 'guided_choice'];
+  for (const name of [...names, ...grammars]) {
+    const { code, param } = refusal(() => chat({ [name]: 'x' }));
+    assert.deepEqual([code, param], ['unsupported_parameter', name]);
+    chat({ [name]: null });
+  }
+  assert.equal(refusal(() => chat({ return_hidden_states: true })).param, 'return_hidden_states');
+  assert.equal(refusal(() => chat({ modalities: ['text', 'audio'] })).param, 'modalities');
+  chat({ return_hidden_states: false });
 });
 
 test('values that change nothing are accepted for fields that are not supported', () => {
