@@ -83,6 +83,7 @@ test(`seed ${SEED}: A-01: a key that is used twice costs nothing but the second 
     for (const key of keys) assert.deepEqual(router.tokensOf(key), expected, key);
   });
 
+  // surface: chat.internal
   await t.test('ids and counts that a client chooses never reach a worker', async () => {
     const request = { prompt, maxTokens: 5, ignoreEos: true };
     const chosen = { ...request, extra: { rid: 'twice', bootstrap_room: 7, bootstrap_host: '169.254.169.254' } };

@@ -36,6 +36,7 @@ function send(path: string, headers: Record<string, string>, body: object | null
 }
 
 describe('a server with API keys', () => {
+  // surface: transport.auth
   test('asks for one on every route but those of health and documentation (api-bugs 74)', async () => {
     const document = (await (await send('/openapi.json', {}, null)).json()) as {
       paths: Record<string, Record<string, { security?: object[] }>>;
@@ -64,6 +65,7 @@ describe('a server with API keys', () => {
     assert.equal((await send('/abort_request', {}, { rid: 'x' })).status, 401, 'it looks for itself');
   });
 
+  // surface: transport.auth
   test('is not to be got around by how the path is written (api-bugs 74)', async () => {
     for (const path of [
       '//v1/completions',
@@ -78,6 +80,7 @@ describe('a server with API keys', () => {
     assert.equal(server.rooms.startCount, 0);
   });
 
+  // surface: transport.auth, errors.401
   test('takes either key in any case of the scheme, and answers others with 401 that says how', async () => {
     for (const key of keys) {
       const response = await send('/v1/models', { authorization: `bEARER ${key}` }, null);
@@ -92,6 +95,7 @@ describe('a server with API keys', () => {
     }
   });
 
+  // surface: transport.auth
   test('reads x-api-key where clients of Anthropic send it, and only there', async () => {
     const body = { model: 'nano', messages: [{ role: 'user', content: 'hi' }] };
     const counted = await send('/v1/messages/count_tokens', { 'x-api-key': 'first-key' }, body);
@@ -99,6 +103,7 @@ describe('a server with API keys', () => {
     assert.equal((await send('/v1/models', { 'x-api-key': 'first-key' }, null)).status, 401);
   });
 
+  // surface: transport.auth
   test('does not let an API key do what is an operator’s', async () => {
     assert.equal((await send('/flush_cache', bearer('first-key'), {})).status, 403);
     assert.equal((await send('/debug/rooms', bearer('first-key'), null)).status, 403);
@@ -131,6 +136,7 @@ describe('a server with API keys', () => {
     }
   });
 
+  // surface: errors.429
   test('limits the requests of a key in a minute, and says when to come again', async () => {
     const other = await listen({ keyRequestsPerMinute: 1 }, { apiKeys: keys });
     other.rooms.script = (room) => room.finish('fine');
@@ -165,6 +171,7 @@ describe('a server with API keys', () => {
 });
 
 describe('a page of another origin', () => {
+  // surface: transport.cors
   test('may ask with whatever headers it names, without a key (api-bugs 75)', async () => {
     const response = await fetch(`${server.url}/v1/chat/completions`, {
       method: 'OPTIONS',
@@ -180,6 +187,7 @@ describe('a page of another origin', () => {
     assert.equal(response.headers.get('access-control-allow-headers'), 'authorization, x-stainless-os, content-type');
   });
 
+  // surface: transport.cors
   test('may read answers and errors with their ids', async () => {
     for (const headers of [{}, bearer('first-key')]) {
       const response = await send('/v1/models', { ...headers, origin: 'https://example.com' }, null);

@@ -102,6 +102,7 @@ function byteToken(...bytes: number[]): number {
   return assert.fail(`no token for ${bytes.join(' ')}`);
 }
 
+// surface: answer.finish-reason
 test('api-bugs 5: a truncated call ends with length, the role comes once, the finish has an empty delta', async () => {
   const text = block(twoAndTwo, invoke('add', json('a', '3'))).slice(0, -60);
   const { finish, calls } = await askOne(asked, { text, outcome: 'length' });
@@ -112,6 +113,7 @@ test('api-bugs 5: a truncated call ends with length, the role comes once, the fi
   for (const { delta, finish_reason: reason } of all) if (reason !== null) assert.deepEqual(delta, {});
 });
 
+// surface: tools.later-deltas
 test('api-bugs 20, 21, 29: streamed arguments are those of the body, complete JSON, and end with tool_calls', async () => {
   const { calls, finish, message } = await askOne(asked, { text: `Adding.${block(twoAndTwo)}` });
   assert.deepEqual(calls, [{ name: 'add', arguments: '{"a": 2, "b": 2}' }]);
@@ -123,6 +125,7 @@ test('api-bugs 20, 21, 29: streamed arguments are those of the body, complete JS
   );
 });
 
+// surface: tools.values
 test('api-bugs 22: nested and empty objects come verbatim', async () => {
   const nested = '{"first words":{"a":[1.0,{"b":"c"}]}}';
   const { calls } = await askOne(asked, { text: block(invoke('add', json('o', nested), json('e', '{}'))) });
@@ -141,6 +144,7 @@ test('api-bugs 23, 24: a step may bring name and arguments together, or the whol
   }
 });
 
+// surface: tools.first-delta
 test('api-bugs 25, 26, 27: parallel calls are numbered, each with an id of its own and a type', async () => {
   const text = block(twoAndTwo, invoke('now'), invoke('add', json('a', '3')));
   const found = await chunks(asked, { text, step: 1 });
@@ -157,10 +161,12 @@ test('api-bugs 25, 26, 27: parallel calls are numbered, each with an id of its o
   for (const { id } of heads) assert.match(id!, /^call_[0-9a-f]{24}$/);
 });
 
+// surface: tools.none
 test('api-bugs 28: a call without parameters has the arguments {}', async () => {
   assert.deepEqual((await askOne(asked, { text: block(invoke('now')) })).calls, [{ name: 'now', arguments: '{}' }]);
 });
 
+// surface: tools.start
 test('api-bugs 30: markup never shows as content, wherever the answer is cut', async () => {
   const ids = tokenizer.encode(`Let me add.${block(twoAndTwo)}`);
   for (let length = 1; length <= ids.length; length++) {
@@ -173,6 +179,7 @@ test('api-bugs 30: markup never shows as content, wherever the answer is cut', a
   }
 });
 
+// surface: tools.strings
 test('api-bugs 31: a value ends exactly where its tag does, and the JSON is closed', async () => {
   const command = ' make all 2>&1';
   const { calls } = await askOne(asked, { text: block(invoke('add', string('command', command))) });
@@ -182,6 +189,7 @@ test('api-bugs 31: a value ends exactly where its tag does, and the JSON is clos
   assert.deepEqual(JSON.parse(second.calls[0]!.arguments), { text: odd });
 });
 
+// surface: chat.tool-choice
 test('api-bugs 32: tool_choice none shows the model no tools, and no markup reaches the content', async () => {
   const auto = await askOne(asked, { text: 'Four.' });
   const none = await askOne({ ...asked, tool_choice: 'none' }, { text: `Four.${block(twoAndTwo)}` });
@@ -231,6 +239,7 @@ test('a call that is written without tools, after earlier calls, is dropped and 
   assert.equal(about.message.content, 'Write <｜DSML｜tool_calls> first.');
 });
 
+// surface: tools.unknown
 test('a call of a tool that was not offered is passed on', async () => {
   const { calls, finish } = await askOne(asked, { text: block(invoke('subtract', json('a', '1'))) });
   assert.deepEqual([calls, finish], [[{ name: 'subtract', arguments: '{"a": 1}' }], 'tool_calls']);
@@ -250,11 +259,13 @@ test('special tokens in messages are plain text unless the server is told otherw
   }
 });
 
+// surface: tools.unicode
 test('api-bugs 34: text outside ASCII is not escaped twice', async () => {
   const { calls } = await askOne(asked, { text: block(invoke('add', string('city', 'Zürich 世 😀'))) });
   assert.equal(calls[0]!.arguments, '{"city": "Zürich 世 😀"}');
 });
 
+// surface: answer.choices
 test('api-bugs 35: choices do not share the state of a parser', async () => {
   const outputs = ['1', '2', '3'].map((digit) => ({ text: `c${digit}${block(invoke('add', json('a', digit)))}` }));
   const found = await ask({ ...asked, n: 3 }, ...outputs);
@@ -268,6 +279,7 @@ test('api-bugs 35: choices do not share the state of a parser', async () => {
   );
 });
 
+// surface: chat.parallel
 test('api-bugs 36: parallel_tool_calls null is the default, which is true', async () => {
   const text = block(twoAndTwo, invoke('now'));
   assert.equal((await askOne({ ...asked, parallel_tool_calls: null }, { text })).calls.length, 2);
@@ -275,6 +287,7 @@ test('api-bugs 36: parallel_tool_calls null is the default, which is true', asyn
   assert.deepEqual([single.calls.length, single.finish], [1, 'tool_calls']);
 });
 
+// surface: answer.body
 test('api-bugs 37: no empty list of calls in an answer; one in the history is none', async () => {
   const { message } = await askOne(asked, { text: 'Four.' });
   assert.equal('tool_calls' in message, false);
@@ -285,6 +298,7 @@ test('api-bugs 37: no empty list of calls in an answer; one in the history is no
   assert.equal((await askOne({ ...off, ...history({ tool_calls: [] }) }, { text: 'd' })).prompt, without.prompt);
 });
 
+// surface: chat.tool-results
 test('api-bugs 38: results find their calls by id', async () => {
   const call = (id: string, name: string) => ({ id, type: 'function', function: { name, arguments: '{}' } });
   const messages = [
@@ -297,6 +311,7 @@ test('api-bugs 38: results find their calls by id', async () => {
   assert.match(prompt, /<tool_result>first<\/tool_result>\n\n<tool_result>second<\/tool_result><｜Assistant｜>/);
 });
 
+// surface: tools.malformed
 test('api-bugs 39: a malformed call costs nothing but itself', async () => {
   const thinking = { messages: [user('2+2')], tools: [add] };
   for (const text of [
@@ -313,6 +328,7 @@ test('api-bugs 39: a malformed call costs nothing but itself', async () => {
   assert.equal((await askOne(thinking, { text: 'so</think>4' })).message.content, '4');
 });
 
+// surface: chat.history-calls
 test('api-bugs 40: null arguments in the history are none', async () => {
   const call = { id: 'c1', type: 'function', function: { name: 'now', arguments: null } };
   const messages = [user('q'), { role: 'assistant', tool_calls: [call] }, { role: 'tool', content: '12:00' }];
@@ -320,6 +336,7 @@ test('api-bugs 40: null arguments in the history are none', async () => {
   assert.match(prompt, /<｜DSML｜invoke name="now">\n\n<\/｜DSML｜invoke>/);
 });
 
+// surface: answer.reasoning
 test('api-bugs 41, 43: reasoning is reasoning_content, what follows it is content, and a cut one leaves it empty', async () => {
   const { message } = await askOne({ messages: [user('6*7')] }, { text: 'six sevens</think>42' });
   assert.deepEqual([message.reasoning_content, message.content], ['six sevens', '42']);
@@ -328,6 +345,7 @@ test('api-bugs 41, 43: reasoning is reasoning_content, what follows it is conten
   assert.deepEqual([cut.message.reasoning_content, cut.message.content, cut.finish], ['six sev', '', 'length']);
 });
 
+// surface: chat.thinking
 test('api-bugs 42: prompt and parser agree on whether the model thinks', async () => {
   const messages = [user('hi')];
   const on = await askOne({ messages }, { text: 'thought</think>said' });
@@ -354,6 +372,7 @@ test('api-bugs 45: text before a stop string and text that was held back for one
   assert.equal(held.message.content, 'abc EN');
 });
 
+// surface: answer.stop
 test('api-bugs 46, 47: stop strings are found across tokens, and every character comes once', async () => {
   const spread = await askOne({ messages: [user('q')], ...off, stop: ['O P Q'] }, { text: 'M N O P Q R' });
   assert.equal(spread.message.content, 'M N ');
@@ -368,6 +387,7 @@ test('api-bugs 48, 49: a stop in the first token leaves nothing, and the next re
   assert.equal((await askOne({ messages: [user('q')], ...off }, { text: 'X marks' })).message.content, 'X marks');
 });
 
+// surface: answer.utf8
 test('api-bugs 50, 51: no replacement characters for what completes later, no character twice', async () => {
   const whole = await askOne({ messages: [user('q')], ...off }, { text: '世界 😀 é' });
   assert.equal(whole.message.content, '世界 😀 é');
@@ -376,6 +396,7 @@ test('api-bugs 50, 51: no replacement characters for what completes later, no ch
   assert.equal(message.content, 'A 世\ufffd');
 });
 
+// surface: chat.content, chat.parts
 test('api-bugs 67, 68: a calling turn may have no content, and contents may be parts', async () => {
   const call = { id: 'c1', type: 'function', function: { name: 'now', arguments: '{}' } };
   const parts = (...texts: string[]) => texts.map((text) => ({ type: 'text', text }));
@@ -397,6 +418,7 @@ test('api-bugs 67, 68: a calling turn may have no content, and contents may be p
   );
 });
 
+// surface: chat.developer
 test('api-bugs 69: developers speak as the system does', async () => {
   const as = (role: string) => askOne({ ...off, messages: [{ role, content: 'Be brief.' }, user('q')] }, { text: 'y' });
   assert.equal((await as('developer')).prompt, (await as('system')).prompt);
@@ -414,6 +436,7 @@ test('api-bugs 87: nothing of a chat answer is left for the request after it', a
   assert.equal((JSON.parse(body) as { choices: { text: string }[] }).choices[0]!.text, ' upon a < time');
 });
 
+// surface: chat.last-assistant
 test('api-bugs 95: after a finished answer a new one is opened', async () => {
   const messages = [user('a'), { role: 'assistant', content: 'b' }];
   const { prompt } = await askOne({ messages }, { text: 'x</think>y' });
@@ -429,6 +452,7 @@ test('api-bugs 96: calls in the last message are rendered, and cannot be continu
   assert.equal(status, 400, body);
 });
 
+// surface: chat.history-reasoning
 test('api-bugs 97: a history without its reasoning is accepted', async () => {
   const call = { id: 'c1', type: 'function', function: { name: 'now', arguments: '{}' } };
   const messages = [user('q'), { role: 'assistant', content: '', tool_calls: [call] }, { role: 'tool', content: 'x' }];

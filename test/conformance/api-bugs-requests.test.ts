@@ -40,6 +40,7 @@ async function refusal(body: object | string, to = path) {
   return { status, ...error };
 }
 
+// surface: answer.finish
 test('api-bugs 1, 3, 7: each choice has one finish chunk, and its own index in every chunk', async () => {
   const choices = (await stream({ ...off, n: 2 }, { text: 'one two', step: 1 })).flatMap((chunk) => chunk.choices);
   for (const index of [0, 1]) {
@@ -54,6 +55,7 @@ test('api-bugs 1, 3, 7: each choice has one finish chunk, and its own index in e
   assert.deepEqual(new Set(choices.map((choice) => choice.index)), new Set([0, 1]));
 });
 
+// surface: answer.tool-deltas
 test('api-bugs 2, 4: finish_reason is there in every chunk, null until the end', async () => {
   const chunks = await stream({ tools }, { text: calling, step: 1 });
   for (const [at, chunk] of chunks.entries()) {
@@ -62,6 +64,7 @@ test('api-bugs 2, 4: finish_reason is there in every chunk, null until the end',
   }
 });
 
+// surface: answer.role, answer.content
 test('api-bugs 6, 11: the first delta has role and content, and no later one has a role', async () => {
   const [first, ...rest] = (await stream({ tools }, { text: calling, step: 1 })).map(
     (chunk) => chunk.choices[0]!.delta,
@@ -87,6 +90,7 @@ test('api-bugs 8, 9, 10, 12: kinds, ids, times and names are those of the API, o
   for (const chunk of chunksOf(completion.body)) assert.equal((chunk as Chunk).object, 'text_completion');
 });
 
+// surface: chat.stream-options, answer.usage-chunk
 test('api-bugs 13, 14, 15, 16: usage comes when asked for, once, in a chunk of its own', async () => {
   for (const options of [{}, { stream_options: {} }, { stream_options: { include_usage: false } }]) {
     for (const chunk of await stream({ ...off, ...options }, { text: 'one two', step: 1 })) {
@@ -101,6 +105,7 @@ test('api-bugs 13, 14, 15, 16: usage comes when asked for, once, in a chunk of i
   for (const chunk of asked.slice(0, -1)) assert.equal(chunk.usage, null);
 });
 
+// surface: answer.usage
 test('api-bugs 17: reasoning that is cut is no more than the answer, and the sums are exact', async () => {
   const output: Output = { text: 'one two three four', outcome: 'length' };
   const { usage } = JSON.parse((await app.post(path, { messages }, output)).body) as { usage: Usage };
@@ -109,6 +114,7 @@ test('api-bugs 17: reasoning that is cut is no more than the answer, and the sum
   assert.equal(usage.total_tokens, usage.prompt_tokens + usage.completion_tokens);
 });
 
+// surface: answer.continuous-usage
 test('api-bugs 18: continuous usage only grows, and ends with the final one', async () => {
   const options = { stream_options: { include_usage: true, continuous_usage_stats: true } };
   const usages = (await stream({ ...off, ...options }, { text: 'one two three', step: 1 })).map(({ usage }) => usage!);
@@ -120,6 +126,7 @@ test('api-bugs 18: continuous usage only grows, and ends with the final one', as
   assert.deepEqual(usages.at(-1), usages.at(-2));
 });
 
+// surface: answer.usage
 test('api-bugs 19: the prompt of several choices is counted once', async () => {
   const usageOf = async (n: number) =>
     (JSON.parse((await app.post(path, { ...off, n }, { text: 'x' })).body) as { usage: Usage }).usage;
@@ -129,6 +136,7 @@ test('api-bugs 19: the prompt of several choices is counted once', async () => {
   assert.equal(two.prompt_tokens_details.cached_tokens, one.prompt_tokens_details.cached_tokens);
 });
 
+// surface: errors.context
 test('api-bugs 56, 60, 76: what does not fit the context is a 400 with real numbers, streamed or not', async () => {
   const long = { messages: [{ role: 'user', content: 'word '.repeat(9000) }] };
   const wide = { ...off, max_tokens: 5000 };
@@ -141,6 +149,7 @@ test('api-bugs 56, 60, 76: what does not fit the context is a 400 with real numb
   }
 });
 
+// surface: errors.503
 test('api-bugs 57: a full queue is a 503 that says when to come back, also for a stream', async () => {
   const full = openApp({
     rooms: {
@@ -162,6 +171,7 @@ test('api-bugs 57: a full queue is a 503 that says when to come back, also for a
   }
 });
 
+// surface: transport.json
 test('api-bugs 58: a body that is no object is a 400', async () => {
   for (const body of ['[]', 'null', '"x"', '5', 'true', '', '{']) {
     const found = await refusal(body);
@@ -169,6 +179,7 @@ test('api-bugs 58: a body that is no object is a 400', async () => {
   }
 });
 
+// surface: transport.content-type
 test('api-bugs 59: a body without its media type is a 415; parameters of the type are fine', async () => {
   const body = JSON.stringify({ messages: [] });
   assert.equal((await app.postWith({}, path, body)).status, 415);
@@ -178,6 +189,7 @@ test('api-bugs 59: a body without its media type is a 415; parameters of the typ
   }
 });
 
+// surface: transport.numbers
 test('api-bugs 61, 62: numbers that would hurt a worker are refused by name', async () => {
   const cases: [fields: object, param: string][] = [
     [{ seed: 2 ** 64 }, 'seed'],
@@ -200,11 +212,13 @@ test('api-bugs 63: a response format without its schema is a 400', async () => {
   assert.match(found.param ?? '', /^response_format/);
 });
 
+// surface: transport.null
 test('api-bugs 66: fields that nobody knows are ignored', async () => {
   const body = { ...off, messages: [{ ...messages[0], id: 7 }], store: true, no_such_field: { a: 1 } };
   assert.equal((await app.post(path, body, { text: 'x' })).status, 200);
 });
 
+// surface: completions.prompt
 test('api-bugs 72: an empty prompt is a 400, an empty message is answered', async () => {
   const empty = await refusal({ prompt: '' }, '/v1/completions');
   assert.deepEqual([empty.status, empty.param], [400, 'prompt']);

@@ -57,6 +57,7 @@ function at(value: unknown, ...path: (string | number)[]): unknown {
 }
 
 describe('several choices', () => {
+  // surface: chat.seed
   test('are rooms with seeds of their own, answered by index and counted together', async () => {
     const whole = client.chat.completions.create({ ...plain, n: 3, seed: 7 });
     const rooms = [await server.rooms.next(), await server.rooms.next(), await server.rooms.next()];
@@ -79,6 +80,7 @@ describe('several choices', () => {
     assert.equal(usage?.total_tokens, promptTokens + usage!.completion_tokens);
   });
 
+  // surface: answer.choices
   test('stream side by side, each with one role and one end (api-bugs 1)', async () => {
     const body = { ...plain, n: 2, stream: true, stream_options: { include_usage: true } } as const;
     const stream = client.chat.completions.create(body);
@@ -128,6 +130,7 @@ describe('several choices', () => {
     assert.equal(await second.cancelled, 'client_cancel');
   });
 
+  // surface: completions.stream
   test('of several prompts are numbered prompt by prompt', async () => {
     const whole = client.completions.create({ model: 'nano', prompt: ['one', 'two'], n: 2, echo: true });
     const rooms = [];
@@ -146,6 +149,7 @@ describe('several choices', () => {
     assert.equal(usage?.prompt_tokens, tokenizer.encode('one').length + tokenizer.encode('two').length);
   });
 
+  // surface: chat.n
   test('more than the server allows are refused', async () => {
     const other = await listen({}, { maxChoices: 2 });
     const body = JSON.stringify({ prompt: 'a', n: 3 });
@@ -156,6 +160,7 @@ describe('several choices', () => {
   });
 });
 
+// surface: completions.max-tokens
 test('a prompt that is only echoed starts nothing (api-bugs 71)', async () => {
   for (const stream of [false, true]) {
     const response = await post('/v1/completions', { prompt: 'ab', echo: true, max_tokens: 0, stream });
@@ -171,6 +176,7 @@ test('a prompt that is only echoed starts nothing (api-bugs 71)', async () => {
   assert.equal(server.rooms.startCount, 0);
 });
 
+// surface: chat.rid
 test('an id of the client may be used again when its request is over, and not before (api-bugs 73)', async () => {
   const first = post('/v1/chat/completions', { ...plain, rid: 'mine' });
   const room = await server.rooms.next();
@@ -183,6 +189,7 @@ test('an id of the client may be used again when its request is over, and not be
   assert.equal((await post('/v1/chat/completions', { ...plain, rid: 'mine' })).status, 200);
 });
 
+// surface: chat.continue
 test('a final message goes on, and what follows is content (api-bugs 44)', async () => {
   const conversation = [...messages, { role: 'assistant' as const, content: 'The answer is' }];
   const whole = post('/v1/chat/completions', { messages: conversation, continue_final_message: true });
@@ -208,6 +215,7 @@ test('an answer that is not streamed and grows beyond all bounds is cut off', as
 describe('/v1/responses', () => {
   const body = { model: 'nano', input: 'hi', reasoning: { effort: 'none' as const } };
 
+  // surface: endpoint.responses
   test('answers with a message and its usage', async () => {
     server.rooms.script = answer('Hello.');
     const response = await client.responses.create({ ...body, instructions: 'Be brief.', metadata: { a: '1' } });
@@ -218,6 +226,7 @@ describe('/v1/responses', () => {
     assert.equal(response.usage!.total_tokens, response.usage!.input_tokens + response.usage!.output_tokens);
   });
 
+  // surface: responses.stream
   test('streams numbered events whose done texts are the sums of their deltas (api-bugs 94)', async () => {
     const ids = tokenizer.encode(`thinking</think>${toolCall}`);
     const request = { model: 'nano', input: 'hi', tools: [{ type: 'function' as const, strict: null, ...tool }] };
@@ -282,6 +291,7 @@ describe('/v1/responses', () => {
     assert.match(call.call_id, /^call_/);
   });
 
+  // surface: responses.request
   test('reads the items of earlier turns as one conversation', async () => {
     const input = [
       { role: 'developer', content: 'Be brief.' },
@@ -301,6 +311,7 @@ describe('/v1/responses', () => {
     assert.equal((await whole).status, 200);
   });
 
+  // surface: responses.tools
   test('offers custom tools and namespaces as functions and leaves out what a vendor runs', async () => {
     const tools = [
       { type: 'custom', name: 'patch' },
@@ -323,6 +334,7 @@ describe('/v1/responses', () => {
     assert.equal(forced.status, 400);
   });
 
+  // surface: responses.end
   test('says that an answer was cut off', async () => {
     server.rooms.script = (room) => {
       room.text('Hel');
@@ -333,6 +345,7 @@ describe('/v1/responses', () => {
     assert.deepEqual(response.incomplete_details, { reason: 'max_output_tokens' });
   });
 
+  // surface: responses.end
   test('fails in the stream after its first event, and as a status before', async () => {
     server.rooms.script = (room) => {
       room.text('Hel');
@@ -345,6 +358,7 @@ describe('/v1/responses', () => {
     assert.equal((await post('/v1/responses', { ...body, stream: true })).status, 504);
   });
 
+  // surface: endpoint.responses
   test('refuses what would need a memory', async () => {
     const response = await post('/v1/responses', { ...body, previous_response_id: 'resp_1' });
     const { error } = (await response.json()) as { error: { code: string; param: string } };
@@ -359,6 +373,7 @@ describe('/v1/messages', () => {
   const body = { model: 'nano', max_tokens: 50, messages, thinking: { type: 'disabled' } };
   const tools = [{ name: 'add', input_schema: tool.parameters }];
 
+  // surface: endpoint.messages, messages.count
   test('answers with blocks, and counts what it will prefill', async () => {
     server.rooms.script = answer('Hello.');
     const response = await post('/v1/messages', { ...body, system: 'Be brief.' });
@@ -370,6 +385,7 @@ describe('/v1/messages', () => {
     assert.deepEqual(await counted.json(), { input_tokens: at(message, 'usage', 'input_tokens') });
   });
 
+  // surface: messages.stream
   test('streams named events in their order, without [DONE] (api-bugs 89, 90, 91, 92)', async () => {
     const ids = tokenizer.encode(`thinking</think>${toolCall}`);
     server.rooms.script = (room) => {
@@ -414,11 +430,13 @@ describe('/v1/messages', () => {
     );
   });
 
+  // surface: messages.stream
   test('an empty answer has one empty block', async () => {
     server.rooms.script = answer('');
     assert.deepEqual(at(await (await post('/v1/messages', body)).json(), 'content'), [{ type: 'text', text: '' }]);
   });
 
+  // surface: messages.request
   test('takes tool results with their ids, and a limit beyond the context is cut down (api-bugs 38)', async () => {
     const conversation = [
       { role: 'user', content: 'add 1' },
@@ -433,6 +451,7 @@ describe('/v1/messages', () => {
     assert.equal((await whole).status, 200);
   });
 
+  // surface: messages.errors
   test('errors have the shape of this API (api-bugs 93)', async () => {
     const cases: [object, number, string][] = [
       [{ ...body, max_tokens: undefined }, 400, 'invalid_request_error'],
@@ -453,6 +472,7 @@ describe('/v1/messages', () => {
     assert.equal(last?.name, 'error');
   });
 
+  // surface: messages.stop
   test('a stop sequence is named', async () => {
     const whole = post('/v1/messages', { ...body, stop_sequences: ['END'] });
     (await server.rooms.next()).text('one END');
@@ -461,6 +481,7 @@ describe('/v1/messages', () => {
   });
 });
 
+// surface: endpoint.generate, generate.stream
 test('/generate sends all of the text so far with every event', async () => {
   const request = {
     text: 'a',
@@ -483,6 +504,7 @@ test('/generate sends all of the text so far with every event', async () => {
   assert.equal(at(parsed.at(-1), 'meta_info', 'finish_reason', 'type'), 'length');
 });
 
+// surface: endpoint.server-info, endpoint.model-info, endpoint.loads
 test('the server says what it is, without keys and paths', async () => {
   for (const path of ['/server_info', '/get_server_info']) {
     const info = await get(path);
@@ -511,6 +533,7 @@ test('the document of the API has every route with the schema of its body, and t
   assert.ok(!/https?:|<script|src=/.test(html));
 });
 
+// surface: endpoint.health-generate
 test('health by generation takes one token through the rooms, unless one came lately', async () => {
   const other = await listen();
   const probe = fetch(`${other.url}/health_generate`);

@@ -84,6 +84,7 @@ interface Body {
   usage: object;
 }
 
+// surface: answer.sum
 test(`chunks put together are the body, for any output and any split (seed ${seed})`, async () => {
   let callCount = 0;
   let reasoningCount = 0;

@@ -84,6 +84,7 @@ async function fieldsOf(path: string): Promise<string[]> {
   return Object.keys(document.paths[path]!.post.requestBody.content['application/json']!.schema.properties);
 }
 
+// surface: errors.400
 test(`${bodyCount} bad bodies are answered by name or rightly, and never with a fault (seed ${seed})`, async (t) => {
   const random = createPrng(seed);
   const pick = <T>(values: readonly T[]): T => values[Math.floor(random() * values.length)]!;
@@ -136,6 +137,7 @@ test(`${bodyCount} bad bodies are answered by name or rightly, and never with a 
   if (isMeasured) assert.ok(p99Ms < 50, `the event loop was late by ${p99Ms} ms`);
 });
 
+// surface: transport.json
 test('bodies that are no JSON object, in every way, are a 400 or another plain refusal', async () => {
   const bodies: (string | Buffer)[] = [
     ...['', ' ', '[]', 'null', '"x"', '5', 'true', '{', '{"a"', '{"a":}', '{"a":1,}', "{'a':1}", '{"a":NaN}', '\0'],
@@ -153,6 +155,7 @@ test('bodies that are no JSON object, in every way, are a 400 or another plain r
   }
 });
 
+// surface: transport.text
 test('of a repeated key the last value counts, and keys that objects inherit are fields like any other', async () => {
   const ask = async (payload: string) => {
     const headers = { 'content-type': 'application/json' };

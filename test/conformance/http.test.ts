@@ -146,6 +146,7 @@ function answerSamples(batch: number): (room: Room) => void {
 }
 
 describe('the samples of the embedded model', () => {
+  // surface: endpoint.tokenize
   test('are tokenized as the model was trained', async () => {
     assert.ok(samples.length > 50);
     for (const { messages: conversation, tools, thinking, prompt_ids: ids } of samples) {
@@ -155,6 +156,7 @@ describe('the samples of the embedded model', () => {
     }
   });
 
+  // surface: endpoint.completions
   test('are answered with the text of the model when special tokens are kept', async () => {
     for (const batch of [1, 4]) {
       server.rooms.script = answerSamples(batch);
@@ -178,6 +180,7 @@ describe('the samples of the embedded model', () => {
     }
   });
 
+  // surface: endpoint.chat
   test('are answered with the content, reasoning and calls that the strict parser reads', async () => {
     for (const batch of [1, 3]) {
       server.rooms.script = answerSamples(batch);
@@ -219,6 +222,7 @@ describe('the samples of the embedded model', () => {
 });
 
 describe('a request', () => {
+  // surface: chat.stop-extras, answer.matched-stop
   test('reaches its room with prompt, sampling and limits', async () => {
     const answer = post('/v1/completions', {
       ...{ model: 'nano', prompt: [5, 6, 7], max_tokens: 9, temperature: 0.5, top_p: 0.9, top_k: 4, min_p: 0.1 },
@@ -240,6 +244,7 @@ describe('a request', () => {
     assert.deepEqual(body.choices[0], { index: 0, text: 'ok', logprobs: null, finish_reason: 'stop', matched_stop: 9 });
   });
 
+  // surface: chat.ignore-eos
   test('that ignores the end of sentence goes on past it', async () => {
     const answer = post('/v1/chat/completions', { ...plain, ignore_eos: true, max_tokens: 5 });
     const room = await server.rooms.next();
@@ -260,6 +265,7 @@ describe('a request', () => {
     await (await answer).json();
   });
 
+  // surface: transport.request-id
   test('gets its own id back, or a new one where that is not plain', async () => {
     const echoed = await fetch(`${server.url}/health`, { headers: { 'x-request-id': 'abc-1' } });
     assert.equal(echoed.headers.get('x-request-id'), 'abc-1');
@@ -276,6 +282,7 @@ describe('a request', () => {
 });
 
 describe('a stream', () => {
+  // surface: transport.sse-headers, answer.done
   test('is role, deltas, finish, usage and [DONE], with headers only at the first token', async () => {
     const answer = post('/v1/chat/completions', { ...plain, stream: true, stream_options: { include_usage: true } });
     const room = await server.rooms.next();
@@ -315,6 +322,7 @@ describe('a stream', () => {
     assert.ok(events[1]?.includes('"finish_reason":"stop"'));
   });
 
+  // surface: errors.504
   test('that fails before its first token is a plain error, and the client may retry', async () => {
     const answer = post('/v1/chat/completions', { ...plain, stream: true });
     const room = await server.rooms.next();
@@ -330,6 +338,7 @@ describe('a stream', () => {
     });
   });
 
+  // surface: errors.mid-stream
   test('that fails after its first token sends the error and [DONE], which the client throws', async () => {
     server.rooms.script = (room) => {
       room.text('Hi');
@@ -363,6 +372,7 @@ describe('a stream', () => {
     assert.equal(room.cancelCount, 1);
   });
 
+  // surface: transport.heartbeat
   test('that stays silent gets its headers and blank lines (api-bugs 88)', async () => {
     const { rooms, url } = await listenWith({ firstByteMs: 5, heartbeatMs: 5 });
     const answer = post('/v1/chat/completions', { ...plain, stream: true }, { base: url });
@@ -380,6 +390,7 @@ describe('a stream', () => {
     assert.ok(events[0]?.includes('decode_timeout'));
   });
 
+  // surface: transport.slow-reader
   test('whose reader takes nothing is dropped at the limit, and others go on', async () => {
     const { rooms, url, port, observed } = await listenWith({ maxBufferedBytes: 32 * 1024 });
     const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
@@ -397,6 +408,7 @@ describe('a stream', () => {
     socket.destroy();
   });
 
+  // surface: transport.slow-reader
   test('whose reader takes nothing for too long is dropped below the limit, too', async () => {
     const { rooms, port, nextResponse, observed } = await listenWith({ slowClientMs: 30, maxBufferedBytes: Infinity });
     const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
@@ -438,6 +450,7 @@ describe('a stream', () => {
     }
   }
 
+  // surface: transport.slow-reader
   test('to a slow reader is complete once it reads again', async () => {
     const { rooms, port } = await listenWith({});
     const socket = rawPost(port, '/v1/completions', { prompt: 'a', stream: true, max_tokens: 4000 });
@@ -464,6 +477,7 @@ describe('a stream', () => {
 
 describe('a client that leaves', () => {
   for (const stream of [true, false]) {
+    // surface: transport.disconnect-whole
     test(`before any token cancels its room (stream: ${stream})`, async () => {
       const aborter = new AbortController();
       const over = server.nextResponse();
@@ -479,6 +493,7 @@ describe('a client that leaves', () => {
     });
   }
 
+  // surface: transport.disconnect-stream
   test('in the middle of a stream cancels its room and no other', async () => {
     const stream = await Promise.all([
       client.chat.completions.create({ ...plain, stream: true }),
@@ -497,6 +512,7 @@ describe('a client that leaves', () => {
     assert.equal(other.cancelReason, null);
   });
 
+  // surface: transport.disconnect-late
   test('after [DONE] cancels nothing', async () => {
     const over = server.nextResponse();
     const socket = rawPost(server.port, '/v1/completions', { prompt: 'a', stream: true });
@@ -607,6 +623,7 @@ describe('an error', () => {
     ],
   ];
   for (const [name, path, body, headers, expected] of cases) {
+    // surface: endpoint.unsupported, transport.depth, errors.404
     test(`for ${name} has its status, code and field, and reserves nothing`, async () => {
       const { status, code, param } = await errorOf(await post(path, body, { headers }));
       assert.deepEqual({ status, code, param }, expected);
@@ -614,6 +631,7 @@ describe('an error', () => {
     });
   }
 
+  // surface: errors.405
   test('for a body without content type is 415', async () => {
     const socket = connect(server.port, '127.0.0.1');
     socket.setEncoding('utf8');
@@ -624,12 +642,14 @@ describe('an error', () => {
     assert.match(received, /"code":"unsupported_media_type"/);
   });
 
+  // surface: transport.text
   test('for invalid UTF-8 is a 400, and a byte order mark is none', async () => {
     const bad = Buffer.concat([Buffer.from('{"prompt":"'), Buffer.from([0xff]), Buffer.from('"}')]);
     assert.equal((await errorOf(await post('/tokenize', bad))).code, 'invalid_json');
     assert.equal((await post('/tokenize', '\uFEFF{"prompt":"a"}')).status, 200);
   });
 
+  // surface: transport.body-size, errors.413
   test('for a body over the limit is 413 and closes the connection', async () => {
     const { url } = await listenWith({ maxBodyBytes: 1000 });
     const response = await post('/tokenize', { prompt: 'a'.repeat(1000) }, { base: url });
@@ -637,6 +657,7 @@ describe('an error', () => {
     assert.equal((await errorOf(response)).code, 'request_too_large');
   });
 
+  // surface: endpoint.unknown, errors.405
   test('for a wrong method is 405 and says what is allowed', async () => {
     const response = await fetch(`${server.url}/v1/chat/completions`);
     assert.equal(response.headers.get('allow'), 'POST');
@@ -654,6 +675,7 @@ describe('an error', () => {
     assert.match(received, /"code":"bad_request"/);
   });
 
+  // surface: errors.408
   test('for a request that does not arrive in time is 408', async () => {
     // Node looks for late requests twice a minute, so what it does with one is tried by itself.
     const [ours, theirs] = await socketPair();
@@ -675,6 +697,7 @@ describe('an error', () => {
     return [ours, theirs];
   }
 
+  // surface: errors.503, errors.retry-after
   test('for a full queue is 503 with a time to wait, streamed or not', async () => {
     server.rooms.refusal = new ApiError('queue_full', 'The queue is full.', { retryAfterSeconds: 3 });
     for (const stream of [true, false]) {
@@ -687,6 +710,7 @@ describe('an error', () => {
     assert.equal(server.observed.rejected.at(-1), 'queue_full');
   });
 
+  // surface: errors.500
   test('of our own making is a bare 500 that costs one request', async () => {
     const faulty = {
       length: 1,
@@ -714,21 +738,25 @@ describe('an error', () => {
   });
 });
 
+// surface: transport.prototype
 test('prototype keys in a body are ordinary unknown fields', async () => {
   const response = await post('/tokenize', '{"prompt":"a","__proto__":{"x":1},"constructor":{"prototype":{}}}');
   assert.equal(response.status, 200);
 });
 
+// surface: transport.keep-alive
 test('says for how long an idle connection is kept', async () => {
   const { headers } = await fetch(`${server.url}/health`);
   assert.equal(headers.get('keep-alive'), 'timeout=72');
 });
 
+// surface: transport.content-type
 test('content types are taken with parameters and in any case', async () => {
   const headers = { 'content-type': 'Application/JSON; charset=UTF-8' };
   assert.equal((await post('/tokenize', { prompt: 'a' }, { headers })).status, 200);
 });
 
+// surface: endpoint.models
 test('the models are listed, found by name, and nothing else is', async () => {
   const list = await client.models.list();
   const { created, ...model } = list.data[0]! as OpenAI.Model & Record<string, unknown>;
@@ -744,6 +772,7 @@ test('the models are listed, found by name, and nothing else is', async () => {
   await assert.rejects(client.models.retrieve('deepseek/v4'), OpenAI.NotFoundError);
 });
 
+// surface: endpoint.models
 test('a model is found by every name it has, slashes written either way', async (t) => {
   const { app, url } = await listen({}, { aliases: ['org/nano'] });
   t.after(() => closeApp(app, 0));
@@ -754,6 +783,7 @@ test('a model is found by every name it has, slashes written either way', async 
   }
 });
 
+// surface: endpoint.health, endpoint.ping
 test('health follows the workers', async () => {
   for (const path of ['/health', '/ping']) {
     server.rooms.isReady = true;
@@ -767,6 +797,7 @@ test('health follows the workers', async () => {
   }
 });
 
+// surface: endpoint.metrics
 test('metrics are text, with and without a slash (api-bugs 98, 99)', async () => {
   for (const path of ['/metrics', '/metrics/']) {
     // A scraper that would take other forms, in which names may be escaped, gets this one, too.
@@ -778,6 +809,7 @@ test('metrics are text, with and without a slash (api-bugs 98, 99)', async () =>
   }
 });
 
+// surface: endpoint.detokenize
 test('text survives tokenize and detokenize, alone and in lists', async () => {
   const texts = ['Hello 世界 😀', '<｜User｜>'];
   const { tokens, count } = (await (await post('/v1/tokenize', { prompt: texts })).json()) as {
@@ -806,6 +838,7 @@ test('a conversation can be tokenized without the opening of an answer', async (
   assert.deepEqual(await ids({ add_generation_prompt: false }), open.slice(0, -2));
 });
 
+// surface: tools.injection
 test('special tokens in what a client sends are plain text; numbers of its tools keep their spelling', async () => {
   const idsOf = async (body: string) => {
     const headers = { 'content-type': 'application/json' };
@@ -841,6 +874,7 @@ test('numbers of tools keep their spelling in every API', async () => {
   assert.equal(await count(path, body('1.0')), (await count(path, body('1'))) + 2);
 });
 
+// surface: metrics.sums
 test('metrics are told of first tokens, later ones and ends, once each', async () => {
   const { rooms, url, observed, nextResponse } = await listenWith({});
   const over = nextResponse();
@@ -899,6 +933,7 @@ describe('a prompt that is encoded aside', () => {
     assert.equal((await slow).status, 200);
   });
 
+  // surface: transport.disconnect-stream
   test('whose client leaves is cancelled before it has a room', async (t) => {
     const { rooms, url, encoding, observed, nextResponse } = await listenAside(t);
     for (const path of ['/v1/completions', '/tokenize']) {
@@ -920,6 +955,7 @@ describe('a prompt that is encoded aside', () => {
     assert.equal(rooms.startCount, 0);
   });
 
+  // surface: chat.rid
   test('can be aborted by its id, and holds that id', async (t) => {
     const { rooms, url, encoding } = await listenAside(t);
     const first = post('/v1/completions', { ...long, rid: 'mine' }, { base: url });
@@ -956,6 +992,7 @@ describe('a prompt that is encoded aside', () => {
 describe('aborting', () => {
   const admin = { authorization: 'Bearer test-key' };
 
+  // surface: endpoint.abort, errors.499
   test('ends exactly the request with the id, whichever of its ids is given', async () => {
     const byOwnId = post('/v1/completions', { prompt: 'a' }, { headers: { 'x-request-id': 'agent-1' } });
     const first = await server.rooms.next();
@@ -987,6 +1024,7 @@ describe('aborting', () => {
     assert.equal(events.at(-1), '[DONE]');
   });
 
+  // surface: endpoint.abort
   test('of everything is for operators', async () => {
     const answers = [1, 2, 3].map(() => post('/v1/completions', { prompt: 'a' }));
     const rooms = [await server.rooms.next(), await server.rooms.next(), await server.rooms.next()];
@@ -997,6 +1035,7 @@ describe('aborting', () => {
     for (const answer of answers) assert.equal((await answer).status, 499);
   });
 
+  // surface: endpoint.abort
   test('without a whole id is refused', async () => {
     for (const body of [{}, { rid: '' }, { rid: 7 }, { abort_all: false }]) {
       const { status, param } = await errorOf(await post('/abort_request', body));
@@ -1005,6 +1044,7 @@ describe('aborting', () => {
   });
 });
 
+// surface: endpoint.flush
 test('flushing the cache says how many pages it had, to operators', async () => {
   assert.equal((await post('/flush_cache', {})).status, 401);
   const flushed = await post('/flush_cache?timeout=1', {}, { headers: { authorization: 'Bearer test-key' } });
@@ -1018,6 +1058,7 @@ test('the rooms of all processes are shown to operators only', async () => {
 });
 
 describe('closing', () => {
+  // surface: transport.shutdown
   test('takes readiness away at once and leaves liveness until the last answer', async () => {
     const { app, rooms, url } = await listen();
     const answer = post('/v1/chat/completions', plain, { base: url });
@@ -1048,6 +1089,7 @@ describe('closing', () => {
     assert.equal(room.cancelReason, null);
   });
 
+  // surface: transport.shutdown
   test('ends what is left at the deadline with an error, in a stream and out of it', async () => {
     const { app, rooms, url } = await listen();
     const streaming = post('/v1/chat/completions', { ...plain, stream: true }, { base: url });

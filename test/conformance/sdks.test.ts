@@ -160,6 +160,7 @@ describe('openai', () => {
     });
   }
 
+  // surface: endpoint.completions
   test('continues texts, and counts choices by index', async () => {
     const body = { ...asked, prompt: 'The code of the', max_tokens: 8, n: 2 };
     const whole = await client.completions.create(body);
@@ -174,6 +175,7 @@ describe('openai', () => {
     assert.ok(texts[0] !== '' && texts[0] === texts[1]);
   });
 
+  // surface: responses.stream
   test('gets a response, whole and through the stream helper, with a call and its result', async () => {
     const whole = await client.responses.create({ ...asked, input: 'Hello' });
     assert.equal(whole.output_text, GREETING.content);
@@ -382,6 +384,7 @@ describe('@anthropic-ai/sdk', () => {
   const hello = [{ role: 'user', content: 'Hello' }] as const satisfies Anthropic.MessageParam[];
   const thinking = { type: 'enabled', budget_tokens: 1024 } as const;
 
+  // surface: messages.request
   test('gets an answer whole and through the stream helper, and counts its prompt', async () => {
     const whole = await client.messages.create({ ...asked, messages: [...hello], thinking });
     const stream = client.messages.stream({ ...asked, messages: [...hello], thinking });
@@ -544,6 +547,7 @@ describe('errors are the classes of each library', () => {
     server.rooms.reset();
   });
 
+  // surface: errors.mid-stream
   test('an error after the first token is thrown by each, and never taken for an answer', async () => {
     server.rooms.script = (room) => {
       room.text('so</think>Hi');

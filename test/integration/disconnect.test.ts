@@ -98,6 +98,7 @@ test(`seed ${SEED}: cut in prefill (api-bugs 81)`, async () => {
   await answersAgain();
 });
 
+// surface: transport.disconnect-stream
 test(`seed ${SEED}: cut in transfer (api-bugs 82)`, async () => {
   cluster.data.pause();
   try {
@@ -119,6 +120,7 @@ test(`seed ${SEED}: cut in transfer (api-bugs 82)`, async () => {
   await answersAgain();
 });
 
+// surface: transport.disconnect-stream
 test(`seed ${SEED}: cut while decoding (api-bugs 78)`, async () => {
   const stream = open(100);
   await stream.firstText;
@@ -128,6 +130,7 @@ test(`seed ${SEED}: cut while decoding (api-bugs 78)`, async () => {
   await answersAgain();
 });
 
+// surface: transport.disconnect-whole
 test(`seed ${SEED}: cut while an answer that is not streamed is decoded (api-bugs 79)`, async () => {
   const aborter = new AbortController();
   const prompt = randomPrompt(random, 100);

@@ -118,6 +118,7 @@ test('a conversation computes each turn once, and says so', async () => {
   }
 });
 
+// surface: chat.n
 test('the choices of one request compute its prompt once', async () => {
   const prompt = randomPrompt(createPrng(SEED + 8), 700);
   const choices = 4;

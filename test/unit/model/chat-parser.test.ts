@@ -97,6 +97,7 @@ test('every sample output is read: the calls of tool samples, the reasoning of t
   ]);
 });
 
+// surface: tools.values
 test('arguments are assembled as text', () => {
   const rows: [parameters: string[], args: string][] = [
     [[], '{}'],
@@ -138,6 +139,7 @@ test('several calls of one block are numbered from 0', () => {
   assert.equal(parser.toolCallCount, 2);
 });
 
+// surface: tools.reasoning
 test('a call in the reasoning ends it, unless </think> came first', () => {
   for (const opener of [`\n\n${BLOCK}`, BLOCK, '\n\n', '']) {
     const answer = parse(`so${opener}${invoke('f')}${BLOCK_END}`, THINKING);
@@ -193,6 +195,7 @@ test('a value ends only where its own tag is closed', () => {
   assert.deepEqual(answer.calls, [{ name: 'f', arguments: JSON.stringify({ s: value }).replace(':', ': ') }]);
 });
 
+// surface: tools.after
 test('text after the block is dropped, also a second block', () => {
   const block = `\n\n${BLOCK}${invoke('f')}${BLOCK_END}`;
   assert.deepEqual(parse(`a${block}\nbye${block}`, CHAT), {

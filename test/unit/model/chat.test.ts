@@ -111,6 +111,7 @@ test('tool results and the next user text become one turn, results in the order 
   assert.equal(text({ messages, thinking: true }), `${BOS}<｜User｜>q<｜Assistant｜></think>${calls}${EOS}${results}`);
 });
 
+// surface: chat.tool-results
 test('results are sorted among their own places, one of an unknown call like one of the first', () => {
   const call = (id: string) => ({ id, function: { name: 'f', arguments: '{}' } });
   const result = (id: string | null, content: string): ChatMessage => ({ role: 'tool', tool_call_id: id, content });
@@ -194,6 +195,7 @@ test('developer messages are user turns; those before the last one go with the d
   );
 });
 
+// surface: chat.role
 test('a latest reminder follows the opened answer', () => {
   const messages: ChatMessage[] = [
     { role: 'user', content: 'U' },
@@ -220,6 +222,7 @@ test('a conversation that ends with an answer or a system message gets a new ans
   );
 });
 
+// surface: tools.injection
 test('what clients send never becomes a special token, wherever it stands', () => {
   const marks = ['<｜User｜>', '<｜Assistant｜>', '<think>', '</think>', '｜DSML｜', BOS, EOS, '<｜latest_reminder｜>'];
   const tokenizer = loadTokenizer(NANO);

@@ -3,6 +3,7 @@ import { test } from 'node:test';
 import { ApiError, errorBody, errorKinds, errorOfReason } from '../../../server/errors.ts';
 import { REASONS } from '../../../transfer/messages.ts';
 
+// surface: errors.never
 test('no error uses a status that SDKs misread: 409 is retried, 422 is not understood', () => {
   for (const [code, kind] of Object.entries(errorKinds)) {
     const status: number = kind.status;
@@ -11,6 +12,7 @@ test('no error uses a status that SDKs misread: 409 is retried, 422 is not under
   }
 });
 
+// surface: errors.shape
 test('an error body nests message, type, param and code', () => {
   const error = new ApiError('invalid_value', 'n must be 1.', { param: 'n' });
   assert.deepEqual(errorBody(error), {
@@ -19,6 +21,7 @@ test('an error body nests message, type, param and code', () => {
   assert.equal(errorBody(new ApiError('queue_full', 'Full.')).error.param, null);
 });
 
+// surface: errors.retry-after
 test('only errors worth retrying carry a time to wait', () => {
   assert.equal(new ApiError('queue_full', 'Full.').retryAfterSeconds, 1);
   assert.equal(new ApiError('decode_timeout', 'Late.', { retryAfterSeconds: 3 }).retryAfterSeconds, 3);

@@ -282,6 +282,7 @@ test('the mean decode batch is that of the last 512 steps', async (t) => {
   assert.equal(valueOf(text, 'handoff_decode_batch_size_sum'), 30 + 512 * 3);
 });
 
+// surface: metrics.names
 test('the router shows its own series and those of its workers, kept apart by a label (api-bugs 98, 100)', async (t) => {
   const prefill = workerMetrics(t, 'prefill', () => ({ ...idle, prefilledTokensTotal: 11 }));
   const decode = workerMetrics(t, 'decode', () => ({ ...idle, generatedTokensTotal: 22 }));
@@ -338,6 +339,7 @@ test('the router shows its own series and those of its workers, kept apart by a 
   assertClean(t, text);
 });
 
+// surface: metrics.names
 test('the metrics of a worker alone are clean', async (t) => {
   for (const role of ['prefill', 'decode'] as const) assertClean(t, await workerMetrics(t, role, () => idle).text());
 });
@@ -392,6 +394,7 @@ for (const [what, answer] of Object.entries<RequestListener>({
   });
 }
 
+// surface: metrics.prompt
 test('a silent worker delays the page by 50 ms and no more', async (t) => {
   const silent = { worker: 'decode-0', role: 'decode', http: await serve(t, () => {}) } as const;
   const metrics = routerMetrics(t, [silent], {});

@@ -113,6 +113,7 @@ const stops = fc.uniqueArray(fc.constantFrom('ab', 'abab', 'b', 'END', '\n\n', '
   maxLength: 3,
 });
 
+// surface: answer.stop
 test(`the text of a completion ends before the stop string that ends first, for every split (seed ${seedOf})`, () => {
   fc.assert(
     fc.property(prose, stops, sizes, (text, stop, batchSizes) => {
@@ -212,6 +213,7 @@ test('reasoning, content and calls of a thinking answer are told apart', () => {
   assert.equal(usage.reasoningTokens, tokenizer.encode('use tool</think>').length);
 });
 
+// surface: answer.finish-reason
 test('an answer cut by length in its reasoning has no content, and length wins over tool calls', () => {
   const cut = run({ kind: 'chat', thinking: true }, tokenizer.encode('still thinking'), [1], 'length');
   assert.deepEqual(cut.answer, { reasoning: 'still thinking', content: '', toolCalls: [], logged: [] });
@@ -250,6 +252,7 @@ test('with no calls allowed, a tool block is dropped and the answer just stops',
   assert.equal(finish.reason, 'stop');
 });
 
+// surface: answer.special
 test('a completion keeps the text of special tokens only when asked to', () => {
   const ids = [...tokenizer.encode('Done.'), eos];
   assert.equal(run({ kind: 'completion' }, ids, [1], 'stop').answer.content, 'Done.');
@@ -288,6 +291,7 @@ test('deltas join only where they are of one kind and one call', () => {
   ]);
 });
 
+// surface: chat.stop-extras
 test('a stop string stays in the answer when it is to be kept', () => {
   const ids = tokenizer.encode('one END two');
   const { answer, finish } = run({ kind: 'completion', stop: ['END'], keepsStop: true }, ids, [1], 'length');
@@ -295,6 +299,7 @@ test('a stop string stays in the answer when it is to be kept', () => {
   assert.equal(finish.matchedStop, 'END');
 });
 
+// surface: chat.min-tokens
 test('stop strings count only behind the least number of tokens', () => {
   const ids = tokenizer.encode('x x x x x x');
   const least = 3;
@@ -304,6 +309,7 @@ test('stop strings count only behind the least number of tokens', () => {
   assert.ok(answer.content.length < 'x x x x x x'.length);
 });
 
+// surface: chat.reasoning-shown
 test('reasoning can be hidden, or written before the content as the model does', () => {
   const ids = [...tokenizer.encode('use tool</think>Done.'), eos];
   const hidden = run({ kind: 'chat', thinking: true, reasoning: 'hidden' }, ids, [2], 'stop');
@@ -343,6 +349,7 @@ test(`the tokens shown with an answer are the same for every split (seed ${seedO
   );
 });
 
+// surface: answer.logprobs
 test('a token is shown with the piece of text in which it begins, and not if none of it is shown', () => {
   const ids = tokenizer.encode('one ENtwo END three');
   const { content, logged } = sumDeltas(runLogged({ kind: 'completion', stop: ['END'] }, ids, [1]));

@@ -54,6 +54,8 @@ function refusal(act: () => unknown): { code: string; param: string | null; mess
   assert.fail('the request was accepted');
 }
 
+// surface: errors.400, chat.messages, chat.parts, chat.continue, chat.stream, chat.temperature, chat.stop, chat.tools
+// surface: chat.tool-choice, chat.accepted
 test('a wrong chat field is refused by name', () => {
   const cases: [JsonObject, string, string][] = [
     [{ messages: null }, 'missing_required_parameter', 'messages'],
@@ -147,6 +149,7 @@ test('a wrong chat field is refused by name', () => {
   }
 });
 
+// surface: completions.prompt, completions.best-of, completions.suffix
 test('a wrong completion field is refused by name', () => {
   const cases: [JsonObject, string, string][] = [
     [{ prompt: null }, 'missing_required_parameter', 'prompt'],
@@ -174,11 +177,13 @@ test('a wrong completion field is refused by name', () => {
   }
 });
 
+// surface: errors.shape
 test('a refusal names what is accepted and echoes little of what was sent', () => {
   assert.equal(refusal(() => chat({ temperature: 3 })).message, 'temperature must be a number from 0 to 2, found 3.');
   assert.ok(refusal(() => chat({ stop: 'x'.repeat(5000) })).message.length < 200);
 });
 
+// surface: transport.null, chat.priority, chat.accepted, chat.internal
 test('null means absent in every field, and unknown fields are ignored', () => {
   const same = (fields: JsonObject) => ({ ...plan(fields), createDialect: null });
   const plain = same({});
@@ -198,6 +203,7 @@ test('null means absent in every field, and unknown fields are ignored', () => {
   assert.deepEqual(same(extras), plain);
 });
 
+// surface: chat.stop-extras, chat.refused
 test('constraints that would not be kept are refused by name', () => {
   const names = ['stop_regex', 'lora_path', 'session_params', 'custom_params', 'custom_logit_processor'];
   const grammars = ['regex', 'ebnf', 'structured_outputs', 'guided_json', 'guided_regex', 'guided_choice'];
@@ -211,12 +217,14 @@ test('constraints that would not be kept are refused by name', () => {
   chat({ return_hidden_states: false });
 });
 
+// surface: completions.best-of
 test('values that change nothing are accepted for fields that are not supported', () => {
   const neutral = { n: 1, presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1, logit_bias: {} };
   chat({ ...neutral, logprobs: false, top_logprobs: 0, response_format: { type: 'text' }, modalities: ['text'] });
   completion({ ...neutral, best_of: 1, echo: false, suffix: '', logprobs: null });
 });
 
+// surface: chat.temperature, chat.top-p, chat.top-k, chat.min-p
 test('sampling fields take the defaults of the model and fold what means the same', () => {
   assert.deepEqual(chat({}).sampling, { temperature: 1, topP: 1, topK: 0, minP: 0 });
   const given = { temperature: 0.5, top_p: 0.9, top_k: 5, min_p: 0.1, seed: 7 };
@@ -225,6 +233,7 @@ test('sampling fields take the defaults of the model and fold what means the sam
   for (const topK of [-1, 0, 1000, 5000]) assert.equal(chat({ top_k: topK }).sampling.topK, 0);
 });
 
+// surface: chat.seed
 test('seeds keep their value below 2^32 and stay 32 bits beyond', () => {
   assert.equal(chat({}).seed, null);
   assert.equal(chat({ seed: 0 }).seed, 0);
@@ -235,12 +244,14 @@ test('seeds keep their value below 2^32 and stay 32 bits beyond', () => {
   }
 });
 
+// surface: chat.stop
 test('stop is one string or many, and an empty list is none', () => {
   assert.deepEqual(chat({ stop: 'a' }).stop, ['a']);
   assert.deepEqual(chat({ stop: ['a', 'b'] }).stop, ['a', 'b']);
   assert.deepEqual(chat({ stop: [] }).stop, []);
 });
 
+// surface: transport.text, chat.role, chat.name, chat.history-reasoning
 test('messages are taken in all the shapes that clients send', () => {
   assert.equal(message({ role: 'developer', content: 'be brief', id: 7 })?.role, 'system');
   assert.equal(message({ role: 'function', name: 'f', content: 'r' })?.role, 'tool');
@@ -257,6 +268,7 @@ test('messages are taken in all the shapes that clients send', () => {
   assert.equal(message({ role: 'tool', tool_call_id: 'c1', content: 'r' })?.tool_call_id, 'c1');
 });
 
+// surface: chat.history-calls
 test('arguments of earlier calls may be empty, null, an object, or no JSON at all', () => {
   const cases: [unknown, string | object][] = [
     ['', '{}'],
@@ -272,6 +284,7 @@ test('arguments of earlier calls may be empty, null, an object, or no JSON at al
   }
 });
 
+// surface: chat.tools
 test('tools are kept as they stand, and left out of the prompt when the choice is none', () => {
   assert.deepEqual(conversation({ tools: [tool] }).tools, [tool]);
   assert.equal(reading({ tools: [tool] }).maxToolCalls, Infinity);
@@ -293,12 +306,14 @@ test('a final message that goes on is the end of the prompt, and the answer is n
   assert.equal(read.thinking, false);
 });
 
+// surface: chat.reasoning-shown
 test('reasoning is told apart, hidden or written into the content, as asked', () => {
   assert.equal(reading({ include_reasoning: false }).reasoning, 'hidden');
   assert.equal(reading({ separate_reasoning: false }).reasoning, 'inline');
   assert.equal(reading({}).reasoning, 'separate');
 });
 
+// surface: chat.thinking
 test('the ways to ask for reasoning have an order', () => {
   const cases: [JsonObject, boolean][] = [
     [{}, true],
@@ -317,6 +332,7 @@ test('the ways to ask for reasoning have an order', () => {
   assert.equal((planChat({ messages }, off).reading as { thinking: boolean }).thinking, false);
 });
 
+// surface: chat.effort
 test('efforts are mapped to those the model was trained with', () => {
   const efforts: [string, string | undefined][] = [
     ['minimal', 'low'],
@@ -338,6 +354,7 @@ test('efforts are mapped to those the model was trained with', () => {
   assert.deepEqual([asOwn('low'), asOwn('medium')], ['low', 'medium']);
 });
 
+// surface: completions.prompt
 test('a prompt is text or ids, alone or one of many', () => {
   const prompts = (prompt: unknown) => completion({ prompt }).prompts;
   const text = (content: string) => ({ kind: 'text', text: content });
@@ -353,6 +370,7 @@ test('a prompt is text or ids, alone or one of many', () => {
 const limitOf = (given: GenerationPlan, tokenCount: number) =>
   resolveMaxTokens(given.call, { tokenCount, param: given.promptParam, fallback: given.fallbackTokens }, 100);
 
+// surface: chat.max-tokens, completions.max-tokens
 test('the token limit is what was asked for, else the rest of the context or sixteen', () => {
   assert.equal(limitOf(plan({ max_tokens: 5 }), 90), 5);
   assert.equal(limitOf(plan({ max_tokens: 5, max_completion_tokens: 6 }), 90), 6);
@@ -362,6 +380,7 @@ test('the token limit is what was asked for, else the rest of the context or six
   assert.equal(limitOf(completion({ echo: true, max_tokens: 0 }), 90), 0);
 });
 
+// surface: errors.context
 test('what does not fit the context is refused with the real numbers', () => {
   const asked = refusal(() => limitOf(completion({ max_tokens: 16 }), 90));
   assert.equal(asked.code, 'context_length_exceeded');
@@ -376,6 +395,7 @@ test('what does not fit the context is refused with the real numbers', () => {
   assert.ok(!full.message.includes('-'), full.message);
 });
 
+// surface: chat.model
 test('the model is the served one, by name, as default, or unsaid', () => {
   assert.equal(chat({}).model, 'nano');
   assert.equal(chat({ model: 'nano' }).model, 'nano');
@@ -383,6 +403,7 @@ test('the model is the served one, by name, as default, or unsaid', () => {
   assert.equal(chat({ model: 'small/one' }).model, 'small/one');
 });
 
+// surface: endpoint.tokenize
 test('tokenize takes a text, texts or a conversation, and detokenize one or many lists of ids', () => {
   const texts = (body: JsonObject) => parseTokenizeRequest(body, served);
   assert.deepEqual(texts({ prompt: '' }), { kind: 'texts', texts: [''], nested: false, returnTokenStrings: false });
@@ -434,6 +455,7 @@ const parsed = (events: string[]) =>
     return data === '[DONE]' ? data : JSON.parse(data);
   });
 
+// surface: answer.tool-deltas
 test('the chunks of a chat stream come in the order and shape that clients rely on', () => {
   const dialect = dialectOf(plan({ stream_options: { include_usage: true } }));
   const events = deltas.flatMap((delta) => dialect.delta(0, delta));
@@ -497,6 +519,7 @@ test('every choice opens with its role and ends with one finish, whatever the ot
   ]);
 });
 
+// surface: completions.stream
 test('the chunks of a completion stream carry text and no role', () => {
   const dialect = dialectOf(completion({}));
   const [chunk] = parsed(dialect.delta(0, { kind: 'content', text: 'c' })) as { object: string; choices: object[] }[];
@@ -504,6 +527,7 @@ test('the chunks of a completion stream carry text and no role', () => {
   assert.deepEqual(chunk?.choices, [{ index: 0, text: 'c', logprobs: null, finish_reason: null }]);
 });
 
+// surface: completions.echo
 test('an echo is the prompt of the choice, once, and moves the offsets of its tokens', () => {
   const given = completion({ prompt: ['one', 'two'], n: 2, echo: true });
   const logged: LoggedToken[] = [{ id: 2, logprob: -0.5, top: [], offset: 0 }];
@@ -534,6 +558,7 @@ test('an echo is the prompt of the choice, once, and moves the offsets of its to
   });
 });
 
+// surface: answer.logprobs
 test('a token is shown with its true bytes, and an impossible one with a number that JSON can hold', () => {
   const top = [{ id: 2, logprob: -0.1 }];
   const logged: LoggedToken[] = [{ id: 1, logprob: -Infinity, top, offset: 0 }];
@@ -555,6 +580,7 @@ interface WholeBody {
   usage: { total_tokens: number };
 }
 
+// surface: answer.body
 test('a whole chat answer leaves out what is not there', () => {
   const body = (of: readonly AnswerDelta[], end: Finish) =>
     dialectOf(plan({})).body([{ answer: sumDeltas(of), deltas: of, finish: end }]) as WholeBody;
@@ -570,6 +596,7 @@ test('a whole chat answer leaves out what is not there', () => {
   assert.equal(body(deltas.slice(2), finish).choices[0]?.message.content, null);
 });
 
+// surface: answer.matched-stop
 test('a whole completion answer has text, finish reason and usage', () => {
   const answer = sumDeltas([{ kind: 'content', text: 'x' }]);
   const end: Finish = { reason: 'length', matchedStop: null };
