@@ -132,11 +132,11 @@ function workerFaults(worker: string, page: WorkerPage, router: RouterPage): str
 /** Longest stay in a queue that the clocks explain, in seconds; null: any. */
 function longestStay(queue: string, { stallMs, roomMs }: Deadlines): number | null {
   switch (queue) {
-    case 'transfer':
     case 'inflight':
       return stallMs / 1000 + SLACK;
     case 'unwinding':
       return LONGEST_UNWINDING;
+    case 'transfer': // pages are reserved while the prompt is computed, whatever its length
     case 'running':
       return null;
     default:
@@ -157,8 +157,9 @@ function stuck(
     return [`${process}: ${short(room.room)} is in ${where} for ${seconds(ageSeconds)}`];
   }
   const quietSeconds = Math.min(ageSeconds, lastEvent?.ageSeconds ?? ageSeconds);
-  if (queue === 'running' && quietSeconds > deadlines.stallMs / 1000 + SLACK) {
-    return [`${process}: ${short(room.room)} is ${where}, but nothing happened to it for ${seconds(quietSeconds)}`];
+  if (limit === null && quietSeconds > deadlines.stallMs / 1000 + SLACK) {
+    const place = queue === 'running' ? where : `in ${where}`;
+    return [`${process}: ${short(room.room)} is ${place}, but nothing happened to it for ${seconds(quietSeconds)}`];
   }
   return [];
 }

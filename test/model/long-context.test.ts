@@ -51,9 +51,9 @@ test('nano at 5120 tokens, beyond its own 4096, has the logits of the reference,
   }
   t.diagnostic(`largest difference ${worst}`);
   assert.equal(rows.length, golden.positions.length);
-  // Twice that of short prompts: among hundreds of entries some lead by less than f32 resolves (5e-7 here), and whichever
-  // is then chosen moves logits a little.
-  assert.ok(worst < 5e-5, `largest difference ${worst}`);
+  // Five times that of short prompts: among a thousand entries some lead by less than f32 resolves (5e-7 here), and
+  // whichever is then chosen moves logits of 8 to 20 a little.
+  assert.ok(worst < 1e-4, `largest difference ${worst}`);
   for (const [index, row] of (await prefill(700)).entries()) {
     assertSameBits(row, rows[index]!, `chunks of 700, position ${golden.positions[index]}`);
   }

@@ -110,12 +110,22 @@ test('a cluster at rest is healthy, on one screen, with its versions', () => {
 });
 
 test('an entry that stays in a hand-over beyond the stall clock is named, with process, queue and age', () => {
-  const stuck = worker('decode', { rooms: [half(key, { ageSeconds: 21 })] });
-  assert.deepEqual(faultsOf(page({ rooms: [known] }, worker('prefill'), stuck)), [
-    'decode-0: …000100000001-7.1 is in transfer (transferring) for 21 s',
+  const seen = (ageSeconds: number): readonly string[] =>
+    faultsOf(page({ rooms: [known] }, worker('prefill', { rooms: [half(key, { queue: 'inflight', ageSeconds })] })));
+  assert.deepEqual(seen(21), ['prefill-0: …000100000001-7.1 is in inflight (transferring) for 21 s']);
+  assert.deepEqual(seen(19), []);
+});
+
+test('a reservation is named when nothing comes for it, not when its long prompt is computed for minutes', () => {
+  const seen = (change: Partial<WorkerRoomEntry>): readonly string[] =>
+    faultsOf(page({ rooms: [known] }, worker('prefill'), worker('decode', { rooms: [half(key, change)] })));
+  assert.deepEqual(seen({ ageSeconds: 21 }), [
+    'decode-0: …000100000001-7.1 is in transfer (transferring), but nothing happened to it for 21 s',
   ]);
-  const fresh = worker('decode', { rooms: [half(key, { ageSeconds: 19 })] });
-  assert.deepEqual(faultsOf(page({ rooms: [known] }, worker('prefill'), fresh)), []);
+  assert.deepEqual(seen({ ageSeconds: 19 }), []);
+  const lastEvent = { what: 'QUEUED', count: 3, ageSeconds: 2 };
+  assert.deepEqual(seen({ ageSeconds: 200, lastEvent }), []);
+  assert.equal(seen({ ageSeconds: 200, lastEvent: { ...lastEvent, ageSeconds: 21 } }).length, 1);
 });
 
 test('a half that its router does not know is an orphan; one of another router is not judged', () => {
