@@ -14,7 +14,8 @@ import { setImmediate as nextTurn } from 'node:timers/promises';
 import { fastify, LogController } from 'fastify';
 import type { FastifyBaseLogger, FastifyInstance, FastifyReply, FastifyRequest } from 'fastify';
 import type { ChatEncoding } from '../model/chat.ts';
-import type { Tokenizer } from '../model/tokenizer.ts';
+import { createDetokenizer } from '../model/tokenizer.ts';
+import type { Detokenizer, Tokenizer } from '../model/tokenizer.ts';
 import type { StreamLimits } from './api/answer.ts';
 import { ANYONE, createDoor } from './api/access.ts';
 import type { Client, Door } from './api/access.ts';
@@ -137,6 +138,11 @@ export interface AppOptions {
 
 /** Connections that fell idle after closing began are looked for this often. */
 const idleSweepMs = 100;
+
+/** Ids are made text so many at a time, some milliseconds; then others have their turn. */
+const idsPerTurn = 5000;
+/** How ids are made text for those who ask for it: special tokens are written out. */
+const PLAIN = { skipSpecialTokens: false };
 
 /** When `closeApp` has ended what was left, error events have this long to reach their clients. */
 const closeGraceMs = 500;
@@ -379,7 +385,8 @@ function addText(app: FastifyInstance, context: AppContext): void {
     const summary = 'The text of token ids.';
     route(app, context, { method: 'POST', path, summary, access: 'key', body: detokenizeRequest }, async (request) => {
       const { sequences, nested } = parseDetokenizeRequest(bodyOf(request), served);
-      const texts = sequences.map((ids) => tokenizer.decode(ids));
+      const texts: string[] = [];
+      for (const ids of sequences) texts.push((await textsOf(ids, createDetokenizer(tokenizer, PLAIN))).join(''));
       const value = nested ? texts : texts[0];
       return { text: value, prompt: value };
     });
@@ -561,13 +568,29 @@ async function tokenize(context: AppContext, body: JsonObject, signal: AbortSign
     if (ids === null) break;
     sequences.push(ids);
   }
-  const strings = sequences.map((ids) => ids.map((id) => tokenizer.decode([id])));
+  const strings: string[][] = [];
+  if (call.returnTokenStrings) {
+    const each = createDetokenizer(tokenizer, PLAIN);
+    const alone = { push: (id: number) => each.push(id) + each.flush(), flush: () => '' };
+    for (const ids of sequences) strings.push(await textsOf(ids, alone));
+  }
   return {
     tokens: isNested ? sequences : sequences[0],
     count: isNested ? sequences.map((ids) => ids.length) : sequences[0]?.length,
     max_model_len: context.contextLength,
     ...(call.returnTokenStrings ? { token_strs: isNested ? strings : strings[0] } : {}),
   };
+}
+
+/** What each id adds to the text, and last of all what was held back. Others have their turn meanwhile. */
+async function textsOf(ids: readonly number[], detokenizer: Detokenizer): Promise<string[]> {
+  const texts: string[] = [];
+  for (const [index, id] of ids.entries()) {
+    if (index % idsPerTurn === 0) await nextTurn();
+    texts.push(detokenizer.push(id));
+  }
+  const rest = detokenizer.flush();
+  return rest === '' ? texts : [...texts, rest];
 }
 
 /** One entry of GET /v1/models. `created` is fixed when the server starts. */

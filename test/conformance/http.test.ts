@@ -828,6 +828,25 @@ test('text survives tokenize and detokenize, alone and in lists', async () => {
   });
 });
 
+// surface: endpoint.tokenize, endpoint.detokenize
+test('tokens come with their texts when asked for, and long lists come back whole', async () => {
+  const prompt = 'Hello 世界 😀 '.repeat(2000);
+  const ids = tokenizer.encode(prompt);
+  assert.ok(ids.length > 20_000);
+  const large = [
+    post('/tokenize', { prompt: [prompt, 'é'], return_token_strs: true }),
+    post('/detokenize', { tokens: ids }),
+  ];
+  const [strings, text] = await Promise.all(large.map(async (answer) => (await answer).json()));
+  const { tokens, token_strs: each } = strings as { tokens: number[][]; token_strs: string[][] };
+  assert.deepEqual(tokens[0], ids);
+  assert.deepEqual(
+    each,
+    tokens.map((sequence) => sequence.map((id) => tokenizer.decode([id]))),
+  );
+  assert.deepEqual(text, { text: prompt, prompt });
+});
+
 test('a conversation can be tokenized without the opening of an answer', async () => {
   const ids = async (fields: object) => {
     const response = await post('/tokenize', { messages, ...fields });
