@@ -10,7 +10,7 @@ import { existsSync, mkdirSync, readFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { cacheFolder } from '../server/adapter/swiftshader.ts';
 import { describeAdapter, setUpAdapter } from '../server/adapter/adapter.ts';
-import { parseCommandLine, refuse, say } from './command-line.ts';
+import { oneOf, parseCommandLine, refuse, say } from './command-line.ts';
 
 const HELP = `
 npm run test:agents [-- OPTIONS]
@@ -65,10 +65,10 @@ async function main(): Promise<number> {
   if (process.platform !== 'linux' || process.arch !== 'x64') {
     refuse(`the programs are tested on Linux on x64, this is ${process.platform} on ${process.arch}`);
   }
-  const programs = [CODEX, hasAvx2() ? OPENCODE : OPENCODE_BASELINE];
-  if (options.only !== undefined && !programs.some(({ name }) => name === options.only)) {
-    refuse(`--only: ${options.only} is none of ${programs.map(({ name }) => name).join(', ')}`);
-  }
+  const only = options.only === undefined ? null : oneOf('--only', options.only, ['codex', 'opencode']);
+  const programs = [CODEX, hasAvx2() ? OPENCODE : OPENCODE_BASELINE].filter(
+    ({ name }) => only === null || name === only,
+  );
   const seal = ['unshare', ...(process.getuid?.() === 0 ? [] : ['--map-root-user']), '--net'];
   const sealed = spawnSync(seal[0]!, [...seal.slice(1), 'ip', 'link', 'set', 'lo', 'up'], { encoding: 'utf8' });
   if (sealed.status !== 0) {
@@ -78,7 +78,6 @@ async function main(): Promise<number> {
   const choice = await setUpAdapter({ wanted: process.env['HANDOFF_ADAPTER'], say });
   say(describeAdapter(choice).join('\n'));
   const tests = [process.execPath, '--import', 'tsx', '--test', '--test-reporter', 'spec'];
-  if (options.only !== undefined) tests.push('--test-name-pattern', options.only);
   const { status } = spawnSync(
     seal[0]!,
     [...seal.slice(1), 'sh', '-c', 'ip link set lo up && exec "$@"', 'sh', ...tests, 'test/agents/programs.test.ts'],
@@ -87,8 +86,7 @@ async function main(): Promise<number> {
       env: {
         ...process.env,
         ...choice.environment,
-        HANDOFF_CODEX: pathOf(programs[0]!),
-        HANDOFF_OPENCODE: pathOf(programs[1]!),
+        ...Object.fromEntries(programs.map((program) => [`HANDOFF_${program.name.toUpperCase()}`, pathOf(program)])),
       },
     },
   );

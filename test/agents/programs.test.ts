@@ -23,13 +23,13 @@ const QUIET_MS = 30_000;
 /** How a program is asked for one turn. */
 interface Program {
   readonly name: string;
-  /** The executable; undefined: see the head of this file. */
+  /** The executable; undefined: not asked for. */
   readonly path: string | undefined;
   /** Command line, and what is added to the environment. Files of its configuration go into `home`. */
   prepare(home: string, url: string): { args: string[]; env: Record<string, string> };
 }
 
-const PROGRAMS: readonly Program[] = [
+const ALL_PROGRAMS: readonly Program[] = [
   {
     name: 'codex exec',
     path: process.env['HANDOFF_CODEX'],
@@ -58,6 +58,8 @@ const PROGRAMS: readonly Program[] = [
     },
   },
 ];
+
+const PROGRAMS = ALL_PROGRAMS.filter(({ path }) => path !== undefined);
 
 /** A program that was started. */
 interface Run {
@@ -128,7 +130,7 @@ let folder: string;
 const children = new Set<ChildProcess>();
 
 before(async () => {
-  assert.ok(process.env['HANDOFF_CODEX'], 'run this by `npm run test:agents`');
+  assert.ok(PROGRAMS.length > 0, 'run this by `npm run test:agents`');
   folder = mkdtempSync(join(tmpdir(), 'handoff-agents-'));
   // Thoughts alone, which an answer of nano may be, are no text on a terminal.
   cluster = await startCluster(['--context-length', '131072', '--default-thinking', 'off']);
