@@ -311,6 +311,68 @@ describe('/v1/responses', () => {
     assert.equal((await whole).status, 200);
   });
 
+  test('goes on with a turn of codex whose tools have run', async () => {
+    // As codex 0.171.0 sent it, but for long texts. Arguments are what the model had written, an unknown name included.
+    const calls = [
+      { id: 'fc_1', name: 'exec_command', arguments: '{"cmd":"echo hi"}', call_id: 'call_1' },
+      { id: 'fc_2', name: 'list_agents', namespace: 'multi_agent_v1', arguments: '{}', call_id: 'call_2' },
+      { id: 'fc_3', name: 'nope', arguments: '{broken', call_id: 'call_3' },
+    ].map((call) => ({ type: 'function_call', status: 'completed', ...call }));
+    const outputs = ['hi\n', 'unsupported call: multi_agent_v1list_agents', 'unsupported call: nope'].map(
+      (output, index) => ({ type: 'function_call_output', id: `fco_${index}`, call_id: `call_${index + 1}`, output }),
+    );
+    const thought = { type: 'reasoning_text', text: 'I should call it.' };
+    const request = {
+      model: 'nano',
+      stream: true,
+      store: false,
+      include: ['reasoning.encrypted_content'],
+      prompt_cache_key: '01a22a63-483b-7fb0-84b8-669245fd32bf',
+      client_metadata: { 'x-codex-window-id': '1' },
+      reasoning: { summary: 'auto' },
+      parallel_tool_calls: true,
+      tool_choice: 'auto',
+      tools: [
+        { type: 'function', name: 'exec_command', strict: false, parameters: { type: 'object', properties: {} } },
+        {
+          type: 'namespace',
+          name: 'multi_agent_v1',
+          description: 'Tools for sub-agents.',
+          tools: [{ type: 'function', name: 'list_agents', strict: false, parameters: { type: 'object' } }],
+        },
+        { type: 'web_search', external_web_access: false },
+      ],
+      input: [
+        { type: 'message', id: 'msg_1', role: 'developer', content: [{ type: 'input_text', text: 'Be brief.' }] },
+        { type: 'message', id: 'msg_2', role: 'user', content: [{ type: 'input_text', text: 'Say hello' }] },
+        { type: 'reasoning', id: 'rs_1', summary: [], content: [thought], encrypted_content: null },
+        ...calls,
+        ...outputs,
+      ],
+    };
+    const whole = post('/v1/responses', request);
+    const room = await server.rooms.next();
+    const prompt = tokenizer.decode([...room.request.promptTokens]);
+    const parts = [
+      'I should call it.</think>',
+      'invoke name="exec_command">',
+      'echo hi</',
+      'invoke name="multi_agent_v1.list_agents">',
+      'invoke name="nope">',
+      '{broken',
+      '<tool_result>hi\n</tool_result>',
+      '<tool_result>unsupported call: nope</tool_result>',
+    ];
+    let end = 0;
+    for (const part of parts) {
+      const start = prompt.indexOf(part, end);
+      assert.ok(start >= 0, `${part} is not behind position ${end} of ${prompt}`);
+      end = start + part.length;
+    }
+    room.finish('Hello.');
+    assert.match(await (await whole).text(), /event: response\.completed\n/);
+  });
+
   // surface: responses.tools
   test('offers custom tools and namespaces as functions and leaves out what a vendor runs', async () => {
     const tools = [
