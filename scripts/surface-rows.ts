@@ -285,6 +285,7 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
     chapter: 'Metrics',
     rows: [
       { id: 'metrics.names', need: 'M', what: '`sglang_*` with underscores, clean for promtool, labels by role' },
+      { id: 'metrics.colons', need: 'M', what: '`--metrics-colon-aliases` for dashboards made for SGLang' },
       { id: 'metrics.prompt', need: 'M', what: 'the page waits for no worker' },
       { id: 'metrics.sums', need: 'M', what: 'each request is counted once, by its usage' },
     ],

@@ -119,6 +119,8 @@ export interface RouterConfig extends Common, Listening {
   readonly decodeWorkers: readonly string[];
   /** Whether special tokens in what clients send to chat are special. */
   readonly allowSpecialTokens: boolean;
+  /** Whether metrics called `sglang_…` are there as `sglang:…`, too. */
+  readonly metricsColonAliases: boolean;
   /** What a request's effort is to the checkpoint; efforts without an entry are taken as they are. */
   readonly effortMap: Readonly<Record<string, string>>;
   /** Null: only clients on this machine are operators. */
@@ -490,6 +492,12 @@ export const OPTIONS = {
     kind: 'switch',
     default: false,
     help: 'read special tokens in messages as special; without it they are plain text, whatever clients send',
+    commands: ['all', 'router'],
+  },
+  metricsColonAliases: {
+    kind: 'switch',
+    default: false,
+    help: 'repeat every sglang_NAME of /metrics as sglang:NAME, for dashboards made for SGLang',
     commands: ['all', 'router'],
   },
   pageTokens: {
@@ -1440,6 +1448,7 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillWorkers: settings.prefillWorker ?? [],
         decodeWorkers: settings.decodeWorker ?? [],
         allowSpecialTokens: settings.allowSpecialTokens,
+        metricsColonAliases: settings.metricsColonAliases,
         effortMap: parseEffortMap(settings.effortMap)!,
         adminKey: settings.adminKey,
         api: {

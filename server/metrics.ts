@@ -843,6 +843,15 @@ export function createRouterMetrics(options: {
   };
 }
 
+/**
+ * The page with every family `sglang_NAME` a second time as `sglang:NAME`, which is how SGLang itself spells it. Prometheus
+ * takes colons though its own lint wants none.
+ */
+export function withColonAliases(text: string): string {
+  const spelled = /^((?:# (?:HELP|TYPE) )?sglang)_(.*\n)/gm;
+  return text + [...text.matchAll(spelled)].map(([, before, rest]) => `${before}:${rest}`).join('');
+}
+
 export interface WorkerMetrics {
   /** A prompt's first chunk enters a step, so long after its submit (prefill only). */
   queued(seconds: number): void;

@@ -21,7 +21,7 @@ import type { RouterPage, SeatEntry, WorkerPage } from './operators/debug-page.t
 import { ApiError } from './errors.ts';
 import { closeApp, createApp, defaultHttpLimits } from './http.ts';
 import { createLogger } from './log.ts';
-import { createRouterMetrics, type WorkerTarget } from './metrics.ts';
+import { createRouterMetrics, withColonAliases, type WorkerTarget } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
 import { createPeerBook } from './operators/peer-book.ts';
 import { createRooms } from './rooms.ts';
@@ -231,7 +231,10 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
       return { running: decodes * maxRunningRequests, waiting: decodes * maxQueuedRequests };
     },
     log,
-    metricsText: () => metrics.text(),
+    metricsText: async () => {
+      const text = await metrics.text();
+      return config.metricsColonAliases ? withColonAliases(text) : text;
+    },
     gate: createAdminGate(config.adminKey),
     debugPage,
     flushCache,

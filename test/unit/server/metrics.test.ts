@@ -11,6 +11,7 @@ import {
   createWorkerMetrics,
   mergeExpositions,
   parseExposition,
+  withColonAliases,
 } from '../../../server/metrics.ts';
 import type { BuildInfo } from '../../../server/operators/build-info.ts';
 import type { RouterMetrics, WorkerMetrics, WorkerSights, WorkerStats, WorkerTarget } from '../../../server/metrics.ts';
@@ -337,6 +338,20 @@ test('the router shows its own series and those of its workers, kept apart by a 
   }
   assert.doesNotMatch(text, /^[^#{ ]*:/m, 'no colon in a name');
   assertClean(t, text);
+});
+
+// surface: metrics.colons
+test('names are repeated with colons for who asks for them, whole families at a time', async (t) => {
+  const text = await workerMetrics(t, 'decode', () => ({ ...idle, generatedTokensTotal: 22 })).text();
+  const aliased = withColonAliases(text);
+  assert.ok(aliased.startsWith(text));
+  const [plain, more] = [parseExposition(text)!, parseExposition(aliased.slice(text.length))!];
+  assert.ok(parseExposition(aliased) !== null);
+  assert.deepEqual(
+    more.map(({ name }) => name),
+    plain.flatMap(({ name }) => (name.startsWith('sglang_') ? [name.replace('sglang_', 'sglang:')] : [])),
+  );
+  assert.equal(valueOf(aliased, 'sglang:realtime_tokens_total', 'mode="decode"'), 22);
 });
 
 // surface: metrics.names
