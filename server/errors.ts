@@ -17,6 +17,8 @@ export const errorKinds = {
   unsupported_value: { status: 400, type: 'invalid_request_error' },
   duplicate_request_id: { status: 400, type: 'invalid_request_error' },
   context_length_exceeded: { status: 400, type: 'invalid_request_error' },
+  invalid_schema: { status: 400, type: 'invalid_request_error' },
+  schema_too_complex: { status: 400, type: 'invalid_request_error' },
   bad_request: { status: 400, type: 'invalid_request_error' },
   invalid_api_key: { status: 401, type: 'authentication_error' },
   insufficient_permissions: { status: 403, type: 'permission_error' },
