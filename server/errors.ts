@@ -31,6 +31,7 @@ export const errorKinds = {
   rate_limit_exceeded: { status: 429, type: 'rate_limit_error' },
   headers_too_large: { status: 431, type: 'invalid_request_error' },
   request_aborted: { status: 499, type: 'aborted' },
+  invalid_answer: { status: 500, type: 'server_error' },
   internal_error: { status: 500, type: 'server_error' },
   queue_full: { status: 503, type: 'overloaded_error' },
   queue_timeout: { status: 503, type: 'overloaded_error' },

@@ -213,6 +213,13 @@ const METRICS = {
     labels: ['code'],
     on: ROUTER,
   },
+  constrained: {
+    name: 'handoff_constrained_answers_total',
+    type: 'counter',
+    help: 'Answers held to a schema or a tool, by whether they are what they were held to, were cut off, or are not.',
+    labels: ['outcome'],
+    on: ROUTER,
+  },
   responses: {
     name: 'handoff_http_responses_total',
     type: 'counter',
@@ -747,6 +754,10 @@ export interface WorkerTarget {
   readonly http: string | null;
 }
 
+/** What became of an answer that was held to a schema or a tool. */
+type ConstraintOutcome = (typeof CONSTRAINT_OUTCOMES)[number];
+const CONSTRAINT_OUTCOMES = ['met', 'cut', 'violated'] as const;
+
 export interface RouterMetrics {
   /** An HTTP response was sent. route: its pattern, never the raw URL. */
   responded(route: string, status: number): void;
@@ -766,6 +777,8 @@ export interface RouterMetrics {
     promptTokens: number;
     generatedTokens: number;
   }): void;
+  /** An answer that was held to a schema or a tool ended; `cut`: before it was complete. */
+  constrained(outcome: ConstraintOutcome): void;
   /** What `/metrics` answers with: the router's own and every worker's series. Never rejects because of a worker. */
   text(): Promise<string>;
   /** Stop the lag timer and drop the connections to workers. */
@@ -798,6 +811,7 @@ export function createRouterMetrics(options: {
     for (const latency of [metrics.timeToFirstToken, metrics.endToEnd]) latency.zero({ is_streaming: streaming });
   }
   for (const outcome of REQUEST_OUTCOMES) metrics.outcomes.inc({ outcome }, 0);
+  for (const outcome of CONSTRAINT_OUTCOMES) metrics.constrained.inc({ outcome }, 0);
   for (const reason of REASONS) {
     for (const phase of ABORT_PHASES) metrics.aborts.inc({ reason, phase }, 0);
   }
@@ -807,6 +821,7 @@ export function createRouterMetrics(options: {
     rejected: (code) => metrics.rejections.inc({ code }),
     firstToken: (seconds, streaming) => metrics.timeToFirstToken.observe({ is_streaming: String(streaming) }, seconds),
     betweenTokens: (seconds) => metrics.interToken.observe(seconds),
+    constrained: (outcome) => metrics.constrained.inc({ outcome }),
     aborted(reason, phase) {
       metrics.aborted.inc();
       metrics.aborts.inc({ reason, phase });

@@ -20,6 +20,9 @@ export const PROTOCOL_VERSION = 2;
 /** Version of the frame itself: what is needed to read a HELLO of any protocol version, and its refusal. */
 const FRAME_VERSION = 1;
 
+/** Longest constraint, in UTF-16 units: schemas of 256 Ki characters, each written as six at most, and what is around them. */
+const MAX_CONSTRAINT = 1 << 21;
+
 /** Longest name of a worker, and longest text field, in UTF-16 units. */
 const MAX_TEXT = 1024;
 
@@ -153,6 +156,8 @@ export interface SamplingParams {
   rules?: SamplingRules;
   /** How many of the likeliest tokens are told with each token, beside its own logprob, 0 to 20; absent: nothing is. */
   logprobs?: number;
+  /** What the answer is held to, as server/grammar/constraint.ts packs it; absent: nothing. */
+  constraint?: string;
 }
 
 /** What changes the model's logits before a token is chosen; kernels/rules.ts says how. */
@@ -490,10 +495,11 @@ const isRules: Check = (value) =>
     biases: isListOf(isBetween(-100, 100)),
     minTokens: isCount,
   })(value) && (value as SamplingRules).biasIds.length === (value as SamplingRules).biases.length;
+const isConstraint: Check = (value) => typeof value === 'string' && value.length <= MAX_CONSTRAINT;
 const isTopCount: Check = (value) => isCount(value) && (value as number) <= MAX_TOP_LOGPROBS;
 const isSampling = isShape(
   { temperature: isNumber, topK: isCount, topP: isNumber, minP: isNumber, seed: isU32 },
-  { rules: isRules, logprobs: isTopCount },
+  { rules: isRules, logprobs: isTopCount, constraint: isConstraint },
 );
 const isChoice: Check = (value) =>
   isShape({ logprob: isNumber, topIds: isListOf(isU32), topLogprobs: isListOf(isNumber) })(value) &&

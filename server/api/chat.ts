@@ -8,8 +8,10 @@ import {
   readToolChoice,
   thinkingFields,
   toolChoiceField,
+  toolParameters,
   toolsField,
 } from './conversation.ts';
+import { constrain } from './constraints.ts';
 import { DONE, event, logprobsBody, openaiErrorEvents, usageBody } from './dialect.ts';
 import type { Dialect, DialectContext, FinishedChoice, GenerationPlan } from './dialect.ts';
 import { boolean, integer, list, object, optional, text, unsupported } from './fields.ts';
@@ -66,7 +68,19 @@ export function planChat(body: JsonObject, served: ServedModel): GenerationPlan 
   checkLogitBias(body['logit_bias'], served);
   const tools = toolChoice === 'none' ? [] : fields.tools;
   const conversation = conversationOf(fields.messages, tools, fields, served);
+  const format = fields.response_format;
+  if (format?.isShown) conversation.responseSchema = format.schema;
   const { prompt, thinking } = promptOf(conversation, fields);
+  const oneCall = fields.parallel_tool_calls === false || typeof toolChoice === 'object';
+  const constraint = constrain({
+    format,
+    choice: toolChoice,
+    tools: toolParameters(tools),
+    oneCall,
+    thinking,
+    continues: fields.continue_final_message === true,
+    call,
+  });
   return {
     call,
     idPrefix: 'chatcmpl-',
@@ -80,8 +94,9 @@ export function planChat(body: JsonObject, served: ServedModel): GenerationPlan 
       reasoning:
         fields.include_reasoning === false ? 'hidden' : fields.separate_reasoning === false ? 'inline' : 'separate',
       readsToolCalls: fields.tools.length > 0 || hasToolCalls(fields.messages),
-      maxToolCalls: toolChoice === 'none' ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
+      maxToolCalls: toolChoice === 'none' ? 0 : oneCall ? 1 : Infinity,
     },
+    constraint,
     createDialect: (context) => createChatDialect(context, call),
   };
 }

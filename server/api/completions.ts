@@ -1,5 +1,6 @@
 /** POST /v1/completions: the fields of its requests, and its answers as a body and as chunks. Pure. */
 import { ApiError } from '../errors.ts';
+import { constrain } from './constraints.ts';
 import { DONE, event, finiteLogprob, openaiErrorEvents, usageBody } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan, Prompt } from './dialect.ts';
 import { boolean, integer, missing, object, optional, text, unsupported, wellFormed, wrong } from './fields.ts';
@@ -66,6 +67,14 @@ export function planCompletion(body: JsonObject, served: ServedModel): Generatio
       param: 'best_of',
     });
   }
+  const format = fields.response_format;
+  if (format !== undefined && !call.skipSpecialTokens) {
+    throw new ApiError('unsupported_value', 'skip_special_tokens must be true with response_format.', {
+      param: 'skip_special_tokens',
+    });
+  }
+  const free = { choice: 'none', tools: [], oneCall: false, thinking: false, continues: false } as const;
+  const constraint = constrain({ ...free, format, call });
   const prompts = readPrompts(fields.prompt, served);
   if (prompts.length * call.choiceCount > maxTotalChoices) {
     throw wrong('invalid_value', 'n', `small enough for ${maxTotalChoices} choices over all prompts`, call.choiceCount);
@@ -78,6 +87,7 @@ export function planCompletion(body: JsonObject, served: ServedModel): Generatio
     fallbackTokens: defaultCompletionTokens,
     clampsTokens: false,
     reading: { kind: 'text' },
+    constraint,
     createDialect: (context) => createCompletionDialect(context, { ...call, echo, prompts }),
   };
 }

@@ -18,6 +18,8 @@ import {
   wellFormed,
   wrong,
 } from './fields.ts';
+import type { ConstrainedTool } from '../grammar/constraint.ts';
+import type { ToolChoice } from './constraints.ts';
 import type { Field, FieldValue, JsonObject, JsonSchema } from './fields.ts';
 import type { ServedModel } from './sampling.ts';
 
@@ -234,7 +236,7 @@ export const toolsField: Field<ToolDefinition[]> = {
 
 /** Which tools the model may call. The name of a chosen one is checked against the tools by `readToolChoice`. */
 export const toolChoiceField: Field<unknown> = {
-  expected: '"auto" or "none"',
+  expected: '"auto", "none", "required" or a function',
   schema: {
     anyOf: [
       { enum: ['auto', 'none', 'required'] },
@@ -247,22 +249,19 @@ export const toolChoiceField: Field<unknown> = {
 };
 
 /** What `tool_choice` means for a request with these tools. Throws `ApiError` for what cannot be honoured. */
-export function readToolChoice(value: unknown, tools: readonly ToolDefinition[]): 'auto' | 'none' {
+export function readToolChoice(value: unknown, tools: readonly ToolDefinition[]): ToolChoice {
   const path = 'tool_choice';
-  const expected = '"auto" or "none"';
+  const expected = toolChoiceField.expected;
   if (value === undefined || value === null) return tools.length > 0 ? 'auto' : 'none';
   if (value === 'auto' || value === 'none') return value;
   if (typeof value === 'string' && value !== 'required') throw wrong('invalid_value', path, expected, value);
-  if (typeof value !== 'string') {
-    const { function: called } = object({ function: object({ name: text() }) }).read(value, path);
-    if (!tools.some((each) => each.function.name === called.name)) {
-      throw wrong('invalid_value', `${path}.function.name`, 'the name of one of the tools', called.name);
-    }
+  if (tools.length === 0) throw wrong('invalid_value', path, '"auto" or "none" in a request without tools', value);
+  if (typeof value === 'string') return 'required';
+  const { function: called } = object({ function: object({ name: text() }) }).read(value, path);
+  if (!tools.some((each) => each.function.name === called.name)) {
+    throw wrong('invalid_value', `${path}.function.name`, 'the name of one of the tools', called.name);
   }
-  if (tools.length === 0) throw wrong('invalid_value', path, `${expected} in a request without tools`, value);
-  throw new ApiError('unsupported_value', `${path} must be ${expected}: this server cannot force a tool call yet.`, {
-    param: path,
-  });
+  return { name: called.name };
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -271,6 +270,14 @@ export function readToolChoice(value: unknown, tools: readonly ToolDefinition[])
 /** Whether an earlier turn called a tool. A model that sees one may write a call although it is offered no tools now. */
 export function hasToolCalls(messages: readonly ChatMessage[]): boolean {
   return messages.some((message) => (message.tool_calls ?? []).length > 0);
+}
+
+/** The parameters of tools in a request that lists them as functions, with their places. */
+export function toolParameters(tools: readonly ToolDefinition[]): { tool: ConstrainedTool; path: string }[] {
+  return tools.map(({ function: { name, parameters, strict } }, index) => ({
+    tool: { name, parameters, strict },
+    path: `tools[${index}].function.parameters`,
+  }));
 }
 
 /** Precedence of the many ways to ask for reasoning: thinking, kwargs, reasoning_effort, reasoning. */

@@ -5,6 +5,7 @@
 import type { Conversation } from '../../model/chat.ts';
 import type { ApiError, ErrorBody } from '../errors.ts';
 import { errorBody } from '../errors.ts';
+import type { PackedConstraint } from './constraints.ts';
 import type { Answer, AnswerDelta, Finish, LoggedToken, TokenUsage } from './generation.ts';
 import type { GenerationCall } from './sampling.ts';
 
@@ -90,6 +91,8 @@ export interface GenerationPlan {
   /** Whether more tokens than fit the context are cut down rather than refused. */
   clampsTokens: boolean;
   reading: AnswerReading;
+  /** What the answer is held to; absent: it is free. */
+  constraint?: PackedConstraint | undefined;
   createDialect(context: DialectContext): Dialect;
 }
 

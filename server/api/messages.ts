@@ -5,6 +5,7 @@
 import type { ChatMessage, ChatToolCall, Conversation, ToolDefinition } from '../../model/chat.ts';
 import { ApiError } from '../errors.ts';
 import { conversationOf, efforts, hasToolCalls, readTextPart, toolName } from './conversation.ts';
+import { constrain, outputFormatField, type ToolChoice } from './constraints.ts';
 import { event } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan } from './dialect.ts';
 import {
@@ -119,7 +120,7 @@ const conversationFields = {
   output_config: optional(
     object({
       effort: optional(choice(efforts)),
-      format: unsupported({ neutral: () => false, accepted: 'null' }),
+      format: outputFormatField,
     }),
   ),
 };
@@ -146,7 +147,7 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
   const fields = messagesRequest.read(body, '');
   const conversation = messagesConversation(fields, served);
   const hasTools = (fields.tools ?? []).length > 0;
-  const isNone = fields.tool_choice?.type === 'none';
+  const choice = readToolChoice(fields);
   const call: GenerationCall = {
     model: servedModelName(fields.model, served),
     stream: fields.stream ?? false,
@@ -165,6 +166,19 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
     maxTokens: fields.max_tokens,
     requestId: null,
   };
+  const oneCall = fields.tool_choice?.disable_parallel_tool_use === true || typeof choice === 'object';
+  const constraint = constrain({
+    format: fields.output_config?.format,
+    choice,
+    tools: (fields.tools ?? []).map(({ function: { name, parameters } }, index) => ({
+      tool: { name, parameters },
+      path: `tools[${index}].input_schema`,
+    })),
+    oneCall,
+    thinking: conversation.thinking,
+    continues: false,
+    call,
+  });
   return {
     call,
     idPrefix: 'msg_',
@@ -177,8 +191,9 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
       thinking: conversation.thinking,
       reasoning: 'separate',
       readsToolCalls: hasTools || hasToolCalls(conversation.messages),
-      maxToolCalls: isNone || !hasTools ? 0 : fields.tool_choice?.disable_parallel_tool_use === true ? 1 : Infinity,
+      maxToolCalls: choice === 'none' || !hasTools ? 0 : oneCall ? 1 : Infinity,
     },
+    constraint,
     createDialect: createMessagesDialect,
   };
 }
@@ -191,20 +206,10 @@ export function parseCountTokens(body: JsonObject, served: ServedModel): Convers
 }
 
 function messagesConversation(fields: ConversationValues, served: ServedModel): Conversation {
-  const given = fields.tools ?? [];
-  const toolChoice = fields.tool_choice;
-  if (toolChoice?.type === 'any' || toolChoice?.type === 'tool') {
-    if (toolChoice.type === 'tool' && !given.some((tool) => tool.function.name === toolChoice.name)) {
-      throw wrong('invalid_value', 'tool_choice.name', 'the name of one of the tools', toolChoice.name);
-    }
-    throw new ApiError('unsupported_value', 'tool_choice.type must be "auto" or "none": calls cannot be forced yet.', {
-      param: 'tool_choice.type',
-    });
-  }
   const system: ChatMessage[] = fields.system === undefined ? [] : [{ role: 'system', content: fields.system }];
-  return conversationOf(
+  const conversation = conversationOf(
     [...system, ...fields.messages],
-    toolChoice?.type === 'none' ? [] : given,
+    readToolChoice(fields) === 'none' ? [] : (fields.tools ?? []),
     {
       thinking:
         fields.thinking === undefined
@@ -216,6 +221,28 @@ function messagesConversation(fields: ConversationValues, served: ServedModel): 
     },
     served,
   );
+  const format = fields.output_config?.format;
+  if (format !== undefined) conversation.responseSchema = format.schema;
+  return conversation;
+}
+
+function readToolChoice({ tools: given = [], tool_choice: chosen }: ConversationValues): ToolChoice {
+  if (chosen === undefined) return given.length > 0 ? 'auto' : 'none';
+  switch (chosen.type) {
+    case 'auto':
+    case 'none':
+      return chosen.type;
+    case 'any':
+      if (given.length === 0) throw wrong('invalid_value', 'tool_choice.type', '"auto" or "none" without tools', 'any');
+      return 'required';
+    case 'tool':
+      if (!given.some((tool) => tool.function.name === chosen.name)) {
+        throw wrong('invalid_value', 'tool_choice.name', 'the name of one of the tools', chosen.name);
+      }
+      return { name: chosen.name! };
+    default:
+      return chosen.type satisfies never;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 import type { ChatMessage, ChatToolCall } from '../../model/chat.ts';
 import { ApiError, errorBody } from '../errors.ts';
 import { conversationOf, efforts, hasToolCalls, readTextPart } from './conversation.ts';
+import { constrain, textFormatField } from './constraints.ts';
 import { event, finiteLogprob } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan, TokenTexts } from './dialect.ts';
 import {
@@ -61,16 +62,12 @@ export const responsesRequest = object({
   reasoning: optional(object({ effort: optional(choice(efforts)), summary: ignored('Reasoning is given in full.') })),
   text: optional(
     object({
-      format: unsupported({
-        field: object({ type: choice(['text', 'json_object', 'json_schema']) }),
-        neutral: (value) => isObject(value) && value['type'] === 'text',
-        accepted: '{"type": "text"}',
-      }),
+      format: textFormatField,
       verbosity: ignored('Without effect.'),
     }),
   ),
   tools: optional(list(anyObject(), { minItems: 0, maxItems: maxToolCount })),
-  tool_choice: ignored('auto or none; read together with the tools.'),
+  tool_choice: ignored('auto, none, required or a function; read together with the tools.'),
   parallel_tool_calls: optional(boolean()),
   temperature: optional(finite({ min: 0, max: 2 })),
   top_p: optional(finite({ min: 0, max: 1 })),
@@ -128,6 +125,18 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     maxTokens: fields.max_output_tokens ?? null,
     requestId: null,
   };
+  const format = fields.text?.format;
+  if (format?.isShown) conversation.responseSchema = format.schema;
+  const oneCall = fields.parallel_tool_calls === false || typeof tools.choice === 'object';
+  const constraint = constrain({
+    format,
+    choice: tools.choice,
+    tools: tools.parameters,
+    oneCall,
+    thinking: conversation.thinking,
+    continues: false,
+    call,
+  });
   /** What the response says of its request. */
   const said = {
     instructions: fields.instructions ?? null,
@@ -138,8 +147,8 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     reasoning: { effort: fields.reasoning?.effort ?? null, summary: null },
     store: false,
     temperature: fields.temperature ?? served.defaultTemperature,
-    text: { format: { type: 'text' } },
-    tool_choice: tools.choice,
+    text: { format: (isObject(body['text']) ? body['text']['format'] : null) ?? { type: 'text' } },
+    tool_choice: body['tool_choice'] ?? tools.choice,
     tools: fields.tools ?? [],
     top_p: fields.top_p ?? served.defaultTopP,
     top_logprobs: 0,
@@ -161,8 +170,9 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
       reasoning: 'separate',
       readsToolCalls: tools.offered.length > 0 || hasToolCalls(conversation.messages),
       maxToolCalls:
-        tools.choice === 'none' || tools.offered.length === 0 ? 0 : fields.parallel_tool_calls === false ? 1 : Infinity,
+        tools.choice === 'none' || tools.offered.length === 0 ? 0 : oneCall ? 1 : Infinity,
     },
+    constraint,
     createDialect: (context) => createResponsesDialect(context, said, tools),
   };
 }

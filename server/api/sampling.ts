@@ -7,10 +7,10 @@
  */
 import type { SamplingParams } from '../../transfer/messages.ts';
 import { ApiError } from '../errors.ts';
+import { responseFormatField } from './constraints.ts';
 import {
   anyObject,
   boolean,
-  choice,
   finite,
   ignored,
   integer,
@@ -181,11 +181,7 @@ export const openaiFields = {
   priority: ignored('Requests are served in the order they come.', integer({ min: -(2 ** 31), max: 2 ** 31 - 1 })),
   cache_salt: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
   extra_key: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
-  response_format: unsupported({
-    field: object({ type: choice(['text', 'json_object', 'json_schema', 'structural_tag']) }),
-    neutral: (value) => isObject(value) && value['type'] === 'text',
-    accepted: '{"type": "text"}',
-  }),
+  response_format: responseFormatField,
   return_hidden_states: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
   ...constraintFields,
 };

@@ -17,8 +17,8 @@ import { lengthOf, streamedAnswer, wholeAnswer } from './answer.ts';
 import type { StreamLimits } from './answer.ts';
 import type { AnswerHead, GenerationPlan, TokenTexts } from './dialect.ts';
 import { toApiError } from './edge.ts';
-import { createGeneration } from './generation.ts';
-import type { Finish, Generation, TokenUsage } from './generation.ts';
+import { appendDelta, createGeneration, sumDeltas } from './generation.ts';
+import type { Answer, AnswerDelta, Finish, Generation, TokenUsage } from './generation.ts';
 import { promptTokens } from './prompts.ts';
 import type { PromptReader } from './prompts.ts';
 import { resolveMaxTokens } from './sampling.ts';
@@ -42,6 +42,8 @@ export interface RequestObserver {
     promptTokens: number;
     generatedTokens: number;
   }): void;
+  /** A choice that was held to a schema or a tool ended; `cut`: before it was complete. */
+  constrained(outcome: 'met' | 'cut' | 'violated'): void;
 }
 
 /** A request being answered, as closeApp and operators see it. */
@@ -92,6 +94,8 @@ interface Choice {
   readonly promptTokens: readonly number[];
   readonly maxTokens: number;
   readonly generation: Generation;
+  /** The answer so far, where it is held to something. */
+  readonly deltas: AnswerDelta[];
   /** Tokens of the prompt that its room did not have to compute. */
   cachedTokens: number;
   handle: RoomHandle | null;
@@ -201,6 +205,11 @@ export async function serveGeneration(
     /** A choice has its finish. The request ends with the last of them. */
     function succeed(index: number, choice: Choice, finish: Finish): void {
       choice.isOver = true;
+      const violation = violationOf(choice, finish);
+      if (violation !== null) {
+        fail(violation);
+        return cancelRooms('client_cancel');
+      }
       answer.finish(index, finish);
       // Writing may have found the reader too slow, which ended the request.
       if (isOver || choices.some((each) => !each.isOver)) return;
@@ -208,6 +217,17 @@ export async function serveGeneration(
         answer.end();
         resolve();
       });
+    }
+
+    /** Whether a choice is what it was held to. What the client's own stop cuts off is the client's. */
+    function violationOf(choice: Choice, { reason, matchedStop }: Finish): ApiError | null {
+      if (plan.constraint === undefined) return null;
+      const isComplete = reason !== 'length' && (matchedStop === null || matchedStop === context.tokenizer.eosId);
+      const fault = isComplete ? plan.constraint.check(constrainedPart(choice.deltas, plan)) : null;
+      observe.constrained(fault !== null ? 'violated' : isComplete ? 'met' : 'cut');
+      if (fault === null) return null;
+      context.log.error({ requestId: head.id, fault }, 'an answer is not what it was held to');
+      return new ApiError('invalid_answer', `The model's answer ${fault}: it is not what the request asks for.`);
     }
 
     function fail(error: ApiError, end: 'rejected' | 'failed' = 'failed'): void {
@@ -238,10 +258,15 @@ export async function serveGeneration(
       else lose('slow_client');
     }
 
+    function noted(choice: Choice, deltas: AnswerDelta[]): AnswerDelta[] {
+      if (plan.constraint !== undefined) for (const delta of deltas) appendDelta(choice.deltas, delta);
+      return deltas;
+    }
+
     function takeTokens(index: number, choice: Choice, ids: number[]): void {
       if (isOver || choice.isOver || ids.length === 0) return;
       const deltas = choice.generation.push(ids);
-      answer.deltas(index, deltas);
+      answer.deltas(index, noted(choice, deltas));
       if (isOver) return;
       if (!hasTokens) observe.firstToken(secondsSince(startMs), call.stream);
       else if (choice.lastTokensMs !== null) observe.betweenTokens(secondsSince(choice.lastTokensMs));
@@ -250,7 +275,7 @@ export async function serveGeneration(
       context.lastTokenMs = choice.lastTokensMs;
       for (const delta of deltas) answerBytes += lengthOf(delta);
       if (!call.stream && answerBytes > context.limits.maxAnswerBytes && choice.generation.finish === null) {
-        answer.deltas(index, choice.generation.end('length'));
+        answer.deltas(index, noted(choice, choice.generation.end('length')));
       }
       const { finish } = choice.generation;
       if (finish === null) return;
@@ -264,7 +289,7 @@ export async function serveGeneration(
       switch (outcome.kind) {
         case 'stop':
         case 'length':
-          answer.deltas(index, choice.generation.end(outcome.kind));
+          answer.deltas(index, noted(choice, choice.generation.end(outcome.kind)));
           if (choice.generation.finish !== null) succeed(index, choice, choice.generation.finish);
           return;
         case 'cancelled':
@@ -311,7 +336,11 @@ export async function serveGeneration(
           {
             requestId: head.id,
             promptTokens: choice.promptTokens,
-            sampling: { ...call.sampling, seed: (seed + (index % call.choiceCount)) >>> 0 },
+            sampling: {
+              ...call.sampling,
+              seed: (seed + (index % call.choiceCount)) >>> 0,
+              ...(plan.constraint === undefined ? {} : { constraint: plan.constraint.text }),
+            },
             maxTokens: choice.maxTokens,
             stopTokenIds,
           },
@@ -376,11 +405,19 @@ async function makeChoices(
     const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
     for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
-      const start = { cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
+      const start = { deltas: [], cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
       choices.push({ promptTokens: ids, maxTokens, generation, ...start });
     }
   }
   return { choices, promptTokenCount };
+}
+
+/** Of an answer what is held to something: its reasoning is free, wherever the client wants it. */
+function constrainedPart(deltas: readonly AnswerDelta[], { reading }: GenerationPlan): Answer {
+  const answer = sumDeltas(deltas);
+  if (reading.kind === 'text' || reading.reasoning !== 'inline' || !reading.thinking) return answer;
+  const end = answer.content.indexOf(CHAT_TOKENS.thinkEnd);
+  return { ...answer, content: end < 0 ? answer.content : answer.content.slice(end + CHAT_TOKENS.thinkEnd.length) };
 }
 
 function sumUsage(choices: readonly Choice[], promptTokenCount: number): TokenUsage {

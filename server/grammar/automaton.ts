@@ -448,7 +448,7 @@ const EMPTY: Pattern = { kind: 'sequence', parts: [] };
 
 /** The characters of `text`, one after the other. */
 export function literalPattern(text: string): Pattern {
-  const parts = [...text].map((character): Pattern => {
+  const parts = Array.from(text).map((character): Pattern => {
     const code = character.codePointAt(0)!;
     return { kind: 'set', ranges: [[code, code]] };
   });

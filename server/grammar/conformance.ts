@@ -35,7 +35,7 @@ export function misfit(value: unknown, shape: Shape): string | null {
           : wrong('integer that is allowed');
       case 'string': {
         if (typeof part !== 'string') return wrong('string');
-        const length = [...part].length;
+        const { length } = Array.from(part);
         if (length < of.min || length > of.max) return wrong('string of a length that is allowed');
         return of.pattern === null || accepts(of.pattern.automaton('json', of.min, of.max), part)
           ? null

@@ -71,7 +71,7 @@ function complement(ranges: readonly Range[]): Range[] {
  * @throws PatternError saying what is wrong, in words that follow "the pattern".
  */
 export function readPattern(source: string): Pattern {
-  const characters = [...source];
+  const characters = Array.from(source);
   let place = 0;
   const peek = (): string | undefined => characters[place];
   const startsWith = (text: string): boolean => characters.slice(place, place + text.length).join('') === text;

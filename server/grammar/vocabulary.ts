@@ -100,7 +100,7 @@ function plainLength(bytes: Uint8Array): number | null {
   }
   // oxlint-disable-next-line no-control-regex -- these are what JSON escapes
   if (/[\u0000-\u001f"\\<\uff5c]/.test(text)) return null;
-  const { length } = [...text];
+  const { length } = Array.from(text);
   return length > MAX_PLAIN_LENGTH ? null : length;
 }
 

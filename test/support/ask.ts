@@ -100,7 +100,7 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
     debugPage: () => Promise.reject(new Error('asked for by no test here')),
     flushCache: () => Promise.resolve(0),
     metricsText: () => Promise.resolve(''),
-    observe: { responded() {}, rejected() {}, firstToken() {}, betweenTokens() {}, finished() {} },
+    observe: { responded() {}, rejected() {}, firstToken() {}, betweenTokens() {}, constrained() {}, finished() {} },
     ...options,
   });
   async function postWith(headers: Record<string, string>, path: string, body: object | string): Promise<Response> {

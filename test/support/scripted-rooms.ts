@@ -114,13 +114,14 @@ export interface Observed {
   rejected: string[];
   firstTokens: number;
   laterTokens: number;
+  constrained: string[];
   finished: Parameters<RequestObserver['finished']>[0][];
 }
 
 /** An app on a free port, its rooms, and what its metrics were told. */
 export async function listen(limits: Partial<HttpLimits> = {}, options: Partial<AppOptions> = {}) {
   const rooms = new ScriptedRooms();
-  const observed: Observed = { responded: [], rejected: [], firstTokens: 0, laterTokens: 0, finished: [] };
+  const observed: Observed = { responded: [], rejected: [], firstTokens: 0, laterTokens: 0, constrained: [], finished: [] };
   const responses: (() => void)[] = [];
   const app = createApp({
     rooms,
@@ -146,6 +147,7 @@ export async function listen(limits: Partial<HttpLimits> = {}, options: Partial<
       rejected: (code) => observed.rejected.push(code),
       firstToken: () => (observed.firstTokens += 1),
       betweenTokens: () => (observed.laterTokens += 1),
+      constrained: (outcome) => observed.constrained.push(outcome),
       finished: (request) => observed.finished.push(request),
     },
     ...options,

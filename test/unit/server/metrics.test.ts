@@ -297,6 +297,7 @@ test('the router shows its own series and those of its workers, kept apart by a 
   metrics.responded('/v1/models', 200);
   metrics.firstToken(0.3, true);
   metrics.betweenTokens(0.01);
+  metrics.constrained('violated');
   metrics.finished({ outcome: 'stop', seconds: 1.5, streaming: true, promptTokens: 7, generatedTokens: 9 });
 
   const text = await metrics.text();
@@ -310,6 +311,8 @@ test('the router shows its own series and those of its workers, kept apart by a 
     ['handoff_active_requests', ['state="queued"', 'worker="router"'], 2],
     ['handoff_active_requests', ['state="running"'], 5],
     ['handoff_rejections_total', ['code="queue_full"'], 1],
+    ['handoff_constrained_answers_total', ['outcome="violated"'], 1],
+    ['handoff_constrained_answers_total', ['outcome="cut"'], 0],
     ['handoff_aborts_total', ['reason="client_lost"', 'phase="prefill"'], 1],
     ['handoff_aborts_total', ['reason="deadline"', 'phase="queued"'], 0],
     ['sglang_num_aborted_requests_total', [], 1],
