@@ -34,7 +34,8 @@ export function rowRules(request: Request, answerTokens: readonly number[]): Row
  * may have a draft.
  */
 export function allowsDraft({ sampling }: Request, answerTokenCount: number): boolean {
-  const { rules } = sampling;
+  const { rules, constraint } = sampling;
+  if (constraint !== undefined) return false;
   if (rules === undefined) return true;
   return !hasPenalties(rules) && banEnds(rules, answerTokenCount) === banEnds(rules, answerTokenCount + 1);
 }

@@ -26,6 +26,7 @@ import { viewDecode, viewPrefill, viewUnacked, type RoomView, type UnackedView }
 import type { Instance, RoomKey } from '../transfer/messages.ts';
 import type { WorkerConfig } from './config.ts';
 import type { Engine } from './engine.ts';
+import type { Steering } from './grammar/steering.ts';
 import type { WorkerStats } from './metrics.ts';
 
 /** First re-send of an unanswered message, doubling up to the second. */
@@ -102,6 +103,8 @@ export interface CoreParts {
   readonly config: WorkerConfig;
   readonly engine: Engine;
   readonly modelDigest: string;
+  /** Follows the answers that are held to a constraint. */
+  readonly steering: Steering;
 }
 
 function workerLimits({ config, engine, modelDigest }: CoreParts): WorkerLimits {
@@ -154,7 +157,8 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
         rows: batch.chunks.length,
         first: batch.chunks.flatMap(({ key, start, resume }) => (start === 0 || resume !== null ? [key] : [])),
         async run() {
-          const samples = await engine.prefill(batch);
+          const masks = parts.steering.masks(sampling.map((chunk) => ({ ...chunk, token: null })));
+          const samples = await engine.prefill(batch, masks);
           return sampling.map(({ key }, index) => sampledToken(key, samples[index]!));
         },
       };
@@ -217,7 +221,13 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
     self,
   );
   return {
-    step: (event) => stepDecode(state, event as DecodeEvent),
+    step(event) {
+      const effects = stepDecode(state, event as DecodeEvent);
+      for (const effect of effects) {
+        if (effect.type === 'report' && effect.message.type === 'end') parts.steering.forget(effect.message.key);
+      }
+      return effects;
+    },
     next() {
       const batch = nextDecodeBatch(state);
       if (batch === null) return null;
@@ -225,8 +235,13 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
         rows: batch.rows.length,
         first: [],
         async run() {
-          const samples = await engine.decode(batch);
-          return batch.rows.flatMap(({ key }, index) => samples[index]!.map((sample) => sampledToken(key, sample)));
+          const samples = await engine.decode(batch, parts.steering.masks(batch.rows));
+          return batch.rows.flatMap(({ key }, index) =>
+            samples[index]!.map((sample) => {
+              if (sample.token !== null) parts.steering.took(key, sample.token);
+              return sampledToken(key, sample);
+            }),
+          );
         },
       };
     },

@@ -30,12 +30,16 @@ import {
   type RoomKey,
   type RouterToWorker,
 } from '../transfer/messages.ts';
+import { loadTokenizer } from '../model/tokenizer.ts';
 import { setUpAdapter } from './adapter/adapter.ts';
 import { createAdminGate } from './operators/admin.ts';
 import { readBuildInfo, type BuildInfo } from './operators/build-info.ts';
 import { choosePageCount, modelName, type WorkerConfig, type WorkerRole } from './config.ts';
 import { unackedEntries, workerRooms, type WorkerPage } from './operators/debug-page.ts';
 import { openEngine, type Engine } from './engine.ts';
+import { createGuideMaker } from './grammar/constraint.ts';
+import { createSteering, type Steering } from './grammar/steering.ts';
+import { createVocabulary } from './grammar/vocabulary.ts';
 import { createLogger } from './log.ts';
 import { createWorkerMetrics, type WorkerSights } from './metrics.ts';
 import { digestModel } from './model-digest.ts';
@@ -225,7 +229,8 @@ async function serve(service: Service): Promise<RunningRole> {
   );
 
   // ---- the pure state
-  const core: Core = role === 'prefill' ? prefillCore(service, { name, epoch }) : decodeCore(service, { name, epoch });
+  const parts = { config, engine, modelDigest, steering: openSteering(service) };
+  const core: Core = role === 'prefill' ? prefillCore(parts, { name, epoch }) : decodeCore(parts, { name, epoch });
   const units = createUnitDepot(engine);
   const tier = role === 'prefill' && hasTier(config.limits) ? openTier(service) : null;
   const submittedMs = new Map<RoomKey, number>();
@@ -545,6 +550,14 @@ async function serve(service: Service): Promise<RunningRole> {
       engine.close();
     },
   };
+}
+
+/** What follows constrained answers. Made at the start: a large vocabulary takes a second. */
+function openSteering({ config, engine, log }: Service): Steering {
+  const vocabulary = createVocabulary(loadTokenizer(config.model), engine.config.vocabSize);
+  return createSteering(createGuideMaker(vocabulary), vocabulary.maskWords, (room, error) =>
+    log.error({ room, err: error }, 'a constraint could not be followed: its request ends'),
+  );
 }
 
 /** The prefix tier of a prefill worker. */

@@ -74,7 +74,10 @@ function formatField(kind: 'nested' | 'flat' | 'nameless'): Field<AnswerFormat |
       const inner = kind === 'nested' ? pathOf(path, 'json_schema') : path;
       const described = kind === 'nested' ? (value['json_schema'] ?? undefined) : value;
       if (described === undefined) throw missing(inner, 'an object with a name and a schema');
-      const fields = kind === 'nameless' ? object({ schema: anyObject() }).read(described, inner) : schemaFields.read(described, inner);
+      const fields =
+        kind === 'nameless'
+          ? object({ schema: anyObject() }).read(described, inner)
+          : schemaFields.read(described, inner);
       return { schema: fields.schema, path: pathOf(inner, 'schema'), isShown: true };
     },
   };
@@ -107,7 +110,7 @@ export interface Wishes {
   readonly thinking: boolean;
   /** Whether the answer goes on with a message of the request. */
   readonly continues: boolean;
-  readonly call: Pick<GenerationCall, 'ignoreEos'>;
+  readonly call: Pick<GenerationCall, 'ignoreEos' | 'sampling'>;
 }
 
 /**
@@ -121,6 +124,7 @@ export function constrain(wishes: Wishes): PackedConstraint | undefined {
   if (format === undefined && !isForced) return undefined;
   const field = isForced ? 'tool_choice' : (format?.path.split('.')[0] ?? '');
   if (wishes.call.ignoreEos) throw doesNotGo('ignore_eos', field);
+  if ((wishes.call.sampling.rules?.minTokens ?? 0) > 0) throw doesNotGo('min_tokens', field);
   if (wishes.continues) throw doesNotGo('continue_final_message', field);
   const offered =
     typeof chosen === 'object' ? tools.filter(({ tool }) => tool.name === chosen.name) : chosen === 'none' ? [] : tools;
@@ -128,7 +132,10 @@ export function constrain(wishes: Wishes): PackedConstraint | undefined {
     thinking,
     // A tool that must be called leaves no text that could have a format.
     schema: isForced || format === undefined ? null : { value: format.schema, path: format.path },
-    tools: offered.map(({ tool: { name, parameters, strict }, path }) => ({ tool: { name, parameters, strict }, path })),
+    tools: offered.map(({ tool: { name, parameters, strict }, path }) => ({
+      tool: { name, parameters, strict },
+      path,
+    })),
     maxCalls: oneCall || typeof chosen === 'object' ? 1 : maxForcedCalls,
   };
   const { text: packed, read } = packConstraint(constraint);

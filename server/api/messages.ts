@@ -22,7 +22,6 @@ import {
   optional,
   pathOf,
   text,
-  unsupported,
   wellFormed,
   wrong,
 } from './fields.ts';

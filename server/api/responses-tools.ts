@@ -126,9 +126,13 @@ function readChoice(value: unknown, { offered, flatName }: Pick<ResponseTools, '
   if (typeof value === 'string' && value !== 'required') throw wrong('invalid_value', 'tool_choice', expected, value);
   if (typeof value !== 'string' && !isObject(value)) throw wrong('invalid_type', 'tool_choice', expected, value);
   if (isObject(value) && value['type'] !== 'function' && value['type'] !== 'custom') {
-    throw new ApiError('unsupported_value', 'tool_choice.type must be "function" or "custom": no other can be forced.', {
-      param: 'tool_choice.type',
-    });
+    throw new ApiError(
+      'unsupported_value',
+      'tool_choice.type must be "function" or "custom": no other can be forced.',
+      {
+        param: 'tool_choice.type',
+      },
+    );
   }
   if (offered.length === 0) {
     throw wrong('invalid_value', 'tool_choice', '"auto" or "none" in a request without functions', value);

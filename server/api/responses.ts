@@ -169,8 +169,7 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
       thinking: conversation.thinking,
       reasoning: 'separate',
       readsToolCalls: tools.offered.length > 0 || hasToolCalls(conversation.messages),
-      maxToolCalls:
-        tools.choice === 'none' || tools.offered.length === 0 ? 0 : oneCall ? 1 : Infinity,
+      maxToolCalls: tools.choice === 'none' || tools.offered.length === 0 ? 0 : oneCall ? 1 : Infinity,
     },
     constraint,
     createDialect: (context) => createResponsesDialect(context, said, tools),

@@ -276,7 +276,14 @@ function spell(ranges: readonly Range[], spelling: Spelling): Range[][] {
 
 /** What of a range stands as it is in text of a spelling. */
 function without(range: Range, spelling: Spelling): Range[] {
-  const holes: Range[] = spelling === 'json' ? [[0, 0x1f], [0x22, 0x22], [0x5c, 0x5c]] : [];
+  const holes: Range[] =
+    spelling === 'json'
+      ? [
+          [0, 0x1f],
+          [0x22, 0x22],
+          [0x5c, 0x5c],
+        ]
+      : [];
   holes.push([0xd800, 0xdfff], [BAR, BAR]);
   const kept: Range[] = [];
   let [first] = range;
@@ -307,7 +314,12 @@ function bytesOf(codePoint: number): number[] {
 }
 
 /** Texts of one length between `low` and `high`, into `sequences` behind `prefix`. */
-function splitBytes(low: readonly number[], high: readonly number[], prefix: readonly Range[], sequences: Range[][]): void {
+function splitBytes(
+  low: readonly number[],
+  high: readonly number[],
+  prefix: readonly Range[],
+  sequences: Range[][],
+): void {
   const [first, ...lowRest] = low as [number, ...number[]];
   const [last, ...highRest] = high as [number, ...number[]];
   if (lowRest.length === 0) {
@@ -518,8 +530,20 @@ export const NUMBER_PATTERN: Pattern = {
     maybe({
       kind: 'sequence',
       parts: [
-        { kind: 'set', ranges: [[0x45, 0x45], [0x65, 0x65]] },
-        maybe({ kind: 'set', ranges: [[0x2b, 0x2b], [0x2d, 0x2d]] }),
+        {
+          kind: 'set',
+          ranges: [
+            [0x45, 0x45],
+            [0x65, 0x65],
+          ],
+        },
+        maybe({
+          kind: 'set',
+          ranges: [
+            [0x2b, 0x2b],
+            [0x2d, 0x2d],
+          ],
+        }),
         { kind: 'repeat', part: digit, min: 1, max: 2 },
       ],
     }),
@@ -549,4 +573,9 @@ function integerOrZero(): Pattern {
 }
 
 /** Any text. */
-export const ANY_TEXT: Pattern = { kind: 'repeat', part: { kind: 'set', ranges: ANY_CHARACTER }, min: 0, max: Infinity };
+export const ANY_TEXT: Pattern = {
+  kind: 'repeat',
+  part: { kind: 'set', ranges: ANY_CHARACTER },
+  min: 0,
+  max: Infinity,
+};

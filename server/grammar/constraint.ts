@@ -5,7 +5,14 @@
 import { ApiError } from '../errors.ts';
 import { misfit } from './conformance.ts';
 import { compile, isAnswerable, isCallable, type AnswerShape, type ToolShape } from './program.ts';
-import { alternativesOf, chargeSchema, checkRawPatterns, createSchemaReader, fullBudget, readSchema } from './schema.ts';
+import {
+  alternativesOf,
+  chargeSchema,
+  checkRawPatterns,
+  createSchemaReader,
+  fullBudget,
+  readSchema,
+} from './schema.ts';
 import type { SchemaBudget, SchemaReader, Shape } from './schema.ts';
 import { createGrammar, type Grammar, type Progress } from './matcher.ts';
 import { setBit, type Vocabulary } from './vocabulary.ts';
@@ -93,7 +100,8 @@ function readTool(tool: ConstrainedTool, path: string, budget: SchemaBudget): To
   const [alternative, ...others] = alternativesOf(shape);
   if (alternative?.kind === 'any' && others.length === 0) return { name, parameters: none };
   if (alternative?.kind === 'object' && others.length === 0) {
-    for (const property of alternative.properties) checkRawPatterns(property.shape, `${path}.properties.${property.name}`);
+    for (const property of alternative.properties)
+      checkRawPatterns(property.shape, `${path}.properties.${property.name}`);
     return { name, parameters: alternative };
   }
   throw new ApiError('invalid_schema', `${path} must be the schema of one kind of object.`, { param: path });

@@ -90,7 +90,8 @@ export function readPattern(source: string): Pattern {
       const isTop = depth === 0;
       const isAnchored = isTop && take('^');
       const parts: Pattern[] = isTop && !isAnchored ? [ANY_TEXT] : [];
-      while (peek() !== undefined && peek() !== '|' && peek() !== ')' && peek() !== '$') parts.push(readQuantified(depth));
+      while (peek() !== undefined && peek() !== '|' && peek() !== ')' && peek() !== '$')
+        parts.push(readQuantified(depth));
       const isEnded = isTop && take('$');
       if (isTop && !isEnded) parts.push(ANY_TEXT);
       if (peek() === '$' || (isEnded && peek() !== undefined && peek() !== '|')) {
@@ -209,7 +210,8 @@ export function readPattern(source: string): Pattern {
 
   function readHex(length: number): string {
     const digits = characters.slice(place, place + length).join('');
-    if (!new RegExp(`^[0-9a-fA-F]{${length}}$`).test(digits)) throw new PatternError('has an escape with too few digits');
+    if (!new RegExp(`^[0-9a-fA-F]{${length}}$`).test(digits))
+      throw new PatternError('has an escape with too few digits');
     place += length;
     return digits;
   }

@@ -236,7 +236,8 @@ export function createSchemaReader(root: unknown, rootPath: string, budget: Sche
         return readInteger(schema, path);
       case 'string': {
         const { min, max } = readCounts(schema, 'minLength', 'maxLength', path);
-        const pattern = schema['pattern'] === undefined ? null : readTextPattern(schema['pattern'], at(path, 'pattern'));
+        const pattern =
+          schema['pattern'] === undefined ? null : readTextPattern(schema['pattern'], at(path, 'pattern'));
         const shape: Shape = { kind, min, max, pattern };
         if (pattern !== null) checkPattern(pattern, min, max, at(path, 'pattern'));
         return shape;
@@ -328,7 +329,8 @@ export function createSchemaReader(root: unknown, rootPath: string, budget: Sche
     const known = references.get(value);
     if (known !== undefined) return known;
     const match = /^#(?:\/(\$defs|definitions)\/([^/]+))?$/.exec(value);
-    if (match === null) throw invalid(path, 'must be "#", or "#/$defs/" and a name: other references are not supported.');
+    if (match === null)
+      throw invalid(path, 'must be "#", or "#/$defs/" and a name: other references are not supported.');
     let target = root;
     if (match[1] !== undefined) {
       const definitions = isSchemaObject(root) && Object.hasOwn(root, match[1]) ? root[match[1]] : undefined;
@@ -411,7 +413,10 @@ function readInteger(schema: Keywords, path: string): Shape {
   };
   const [least, above] = [bound('minimum'), bound('exclusiveMinimum')];
   const [most, below] = [bound('maximum'), bound('exclusiveMaximum')];
-  const min = Math.max(least === null ? -Infinity : Math.ceil(least), above === null ? -Infinity : Math.floor(above) + 1);
+  const min = Math.max(
+    least === null ? -Infinity : Math.ceil(least),
+    above === null ? -Infinity : Math.floor(above) + 1,
+  );
   const max = Math.min(most === null ? Infinity : Math.floor(most), below === null ? Infinity : Math.ceil(below) - 1);
   const pattern = integerPattern(min, max);
   if (pattern.kind === 'choice' && pattern.parts.length === 0) {
@@ -492,7 +497,10 @@ function partsOf(shape: Shape): readonly Shape[] {
     case 'array':
       return shape.items === null ? shape.prefix : [...shape.prefix, shape.items];
     case 'object':
-      return [...shape.properties.map((property) => property.shape), ...(shape.additional === null ? [] : [shape.additional])];
+      return [
+        ...shape.properties.map((property) => property.shape),
+        ...(shape.additional === null ? [] : [shape.additional]),
+      ];
     case 'union':
       return shape.options;
     case 'reference':

@@ -18,7 +18,7 @@ export interface SteeredRow {
 
 /** Follows the constrained answers of a worker. */
 export interface Steering {
-  /** The masks of those rows that are held to something, valid until the next call. */
+  /** The masks of those rows that are held to something. They stay as they are. */
   masks(rows: readonly SteeredRow[]): Map<RoomKey, Uint32Array>;
   /** A row's next token has been sampled. */
   took(key: RoomKey, token: number): void;

@@ -121,7 +121,14 @@ export interface Observed {
 /** An app on a free port, its rooms, and what its metrics were told. */
 export async function listen(limits: Partial<HttpLimits> = {}, options: Partial<AppOptions> = {}) {
   const rooms = new ScriptedRooms();
-  const observed: Observed = { responded: [], rejected: [], firstTokens: 0, laterTokens: 0, constrained: [], finished: [] };
+  const observed: Observed = {
+    responded: [],
+    rejected: [],
+    firstTokens: 0,
+    laterTokens: 0,
+    constrained: [],
+    finished: [],
+  };
   const responses: (() => void)[] = [];
   const app = createApp({
     rooms,
