@@ -99,6 +99,8 @@ export interface PackedConstraint {
   /** As it goes to the workers. */
   readonly text: string;
   readonly check: ReadConstraint['check'];
+  /** Whether the answer can be nothing but tool calls. */
+  readonly onlyCalls: boolean;
 }
 
 /** What of a request decides what its answer is held to. */
@@ -139,7 +141,7 @@ export function constrain(wishes: Wishes): PackedConstraint | undefined {
     maxCalls: oneCall || typeof chosen === 'object' ? 1 : maxForcedCalls,
   };
   const { text: packed, read } = packConstraint(constraint);
-  return { text: packed, check: (answer) => read.check(answer) };
+  return { text: packed, check: (answer) => read.check(answer), onlyCalls: isForced };
 }
 
 function doesNotGo(param: string, field: string): ApiError {

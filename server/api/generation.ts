@@ -80,6 +80,8 @@ export interface GenerationOptions {
   parser: ChatParser | null;
   /** Whether the answer starts as reasoning. */
   thinking: boolean;
+  /** Whether the answer is tool calls and has no content: what could still become a call is no text then. */
+  onlyCalls: boolean;
   /** How many tool calls the answer may hold: 0 drops them all, 1 ends the answer before a second one. */
   maxToolCalls: number;
   /** Whether this token stands for a boundary between the parts of an answer, and for no text. */
@@ -135,6 +137,7 @@ export function createGeneration(options: GenerationOptions): Generation {
       logged.push({ ...choice, offset });
     }
     if (kind === 'reasoning' && options.reasoning === 'hidden') return;
+    if (kind === 'content' && options.onlyCalls) return;
     const shownKind = options.reasoning === 'inline' ? 'content' : kind;
     appendDelta(deltas, { kind: shownKind, text, ...(logged.length === 0 ? {} : { logged }) });
   }

@@ -455,6 +455,7 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
       detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: call.skipSpecialTokens }),
       parser: null,
       thinking: false,
+      onlyCalls: false,
       reasoning: 'separate',
       maxToolCalls: 0,
     });
@@ -470,6 +471,7 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
     detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: false }),
     parser: createChatParser({ thinking, tools: reading.readsToolCalls }),
     thinking,
+    onlyCalls: plan.constraint?.onlyCalls ?? false,
     reasoning: reading.reasoning,
     maxToolCalls: reading.maxToolCalls,
   });

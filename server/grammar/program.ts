@@ -60,7 +60,7 @@ export interface AnswerShape {
 
 /** Values that a schema leaves open are nested so deep at most. */
 const MAX_FREE_DEPTH = 12;
-const NEWLINE_INDENT = 40;
+const NEWLINE_INDENT = 24;
 
 const space: Pattern = literalPattern(' ');
 const GAP = patternAutomaton(

@@ -68,6 +68,10 @@ test('a row is drafted if the rules of both tokens are known and the same', () =
   assert.equal(isDrafted({ minTokens: 1 }), true);
   assert.equal(isDrafted({ minTokens: 2 }), false);
   assert.equal(isDrafted({ minTokens: 3 }), true);
+  // What an answer that is held to something may go on with depends on its last token.
+  const held = create({ drafts: true });
+  makeReady(held, 0, 3, { sampling: { ...SAMPLING, constraint: '{}' } });
+  assert.equal(nextDecodeBatch(held)?.rows[0]?.drafted, false);
 });
 
 test('choices go to the router with their tokens, those of tokens that are cut off do not', () => {

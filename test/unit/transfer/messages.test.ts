@@ -122,6 +122,7 @@ const MESSAGES: Message[] = [
   },
   { type: 'tokens', epoch: D, rows: [{ key: KEY, position: 2, tokens: [5, 6], choices: [CHOICE, CHOICE] }] },
   { ...SUBMIT, sampling: { ...SAMPLING, rules: RULES, logprobs: 20 } },
+  { ...SUBMIT, sampling: { ...SAMPLING, constraint: '"世"'.repeat(400) } },
 ];
 
 function framesOf(message: Message): Uint8Array[] {
@@ -191,6 +192,8 @@ test('well-formed messages with wrong fields are rejected', () => {
       { rules: { ...RULES, colour: 1 } },
       { rules: null },
       { logprobs: 21 },
+      { constraint: null },
+      { constraint: 'x'.repeat(2 ** 21 + 1) },
       { logprobs: true },
       { seed: -1 },
       { typicalP: 0.5 },

@@ -45,6 +45,7 @@ function makeGeneration(setup: Setup): Generation {
     detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: !isChat && (setup.skipSpecialTokens ?? true) }),
     parser: isChat ? createChatParser({ thinking, tools: true }) : null,
     thinking,
+    onlyCalls: false,
     maxToolCalls,
     keepsStop: setup.keepsStop ?? false,
     minTokens: setup.minTokens ?? 0,
