@@ -153,12 +153,7 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
         what: '`logprobs`, `top_logprobs`',
         missing: 'refused by name until sampling has them',
       },
-      {
-        id: 'chat.response-format',
-        need: 'M',
-        what: '`response_format`',
-        missing: 'refused by name until there is a grammar',
-      },
+      { id: 'chat.response-format', need: 'M', what: '`response_format`' },
       { id: 'chat.tools', need: 'M', what: '`tools`' },
       { id: 'chat.tool-choice', need: 'M', what: '`tool_choice`' },
       { id: 'chat.parallel', need: 'M', what: '`parallel_tool_calls`' },
@@ -218,12 +213,7 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
       { id: 'tools.after', need: 'S', what: 'what follows the block is dropped' },
       { id: 'tools.malformed', need: 'M', what: 'a broken call costs nothing but itself' },
       { id: 'tools.unknown', need: 'M', what: 'a call of a tool that nobody offered is passed on' },
-      {
-        id: 'tools.forced',
-        need: 'S',
-        what: 'required and named calls',
-        missing: 'refused by name until there is a grammar',
-      },
+      { id: 'tools.forced', need: 'S', what: 'required and named calls' },
       { id: 'tools.reasoning', need: 'M', what: 'a call within the reasoning ends it' },
       { id: 'tools.injection', need: 'M', what: 'what clients write never becomes a special token' },
     ],
@@ -231,18 +221,8 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
   {
     chapter: 'Structured output',
     rows: [
-      {
-        id: 'format.json-object',
-        need: 'M',
-        what: '`json_object`',
-        missing: 'refused by name until there is a grammar',
-      },
-      {
-        id: 'format.json-schema',
-        need: 'S',
-        what: '`json_schema`',
-        missing: 'refused by name until there is a grammar',
-      },
+      { id: 'format.json-object', need: 'M', what: '`json_object`' },
+      { id: 'format.json-schema', need: 'S', what: '`json_schema`' },
     ],
   },
   {

@@ -65,6 +65,7 @@ function assertThing(text: string | null | undefined): void {
   assert.ok([1, 2, 3].includes(value['n'] as number) && typeof value['ok'] === 'boolean', text ?? '');
 }
 
+// surface: chat.response-format, format.json-schema
 test('a chat answer has the format that is asked for, with reasoning before it or without, streamed or not', async () => {
   const { message, end } = await answer({ ...off, response_format: format });
   assertThing(message.content);
@@ -82,6 +83,7 @@ test('a chat answer has the format that is asked for, with reasoning before it o
   );
 });
 
+// surface: format.json-object
 test('json_object is an object, and text is text', async () => {
   const { message } = await answer({ ...off, response_format: { type: 'json_object' }, max_tokens: 3000 });
   if (message.content !== null) assert.match(message.content, /^\{/);
@@ -99,6 +101,7 @@ test('every choice and every completion has the format', async () => {
   assertThing((JSON.parse(completion.body) as { choices: { text: string }[] }).choices[0]!.text);
 });
 
+// surface: chat.tool-choice, tools.forced
 test('a required call is one or more calls, a named one is that call once, and both end with tool_calls', async () => {
   const names = new Set<string>();
   for (let count = 0; count < 10; count += 1) {
