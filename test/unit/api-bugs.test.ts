@@ -10,13 +10,10 @@ const TESTS = new URL('../', import.meta.url);
 const COUNT = 100;
 /** Not yet tested, and what they wait for. */
 const WAITING: Readonly<Record<number, string>> = {
-  33: 'a tool choice that forces a call',
   52: 'log probabilities',
   53: 'log probabilities',
   54: 'log probabilities',
   55: 'log probabilities',
-  64: 'response formats',
-  65: 'response formats',
 };
 
 test('every bug of the collection is named by a test, and no other number is', () => {
