@@ -10,6 +10,7 @@ import { after, before, describe, test } from 'node:test';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import Anthropic from '@anthropic-ai/sdk';
 import { betaTool } from '@anthropic-ai/sdk/helpers/beta/json-schema';
+import { jsonSchemaOutputFormat } from '@anthropic-ai/sdk/helpers/json-schema';
 import { ContextOverflowError } from '@langchain/core/errors';
 import {
   AIMessageChunk,
@@ -20,9 +21,9 @@ import {
 } from '@langchain/core/messages';
 import { tool as langchainTool } from '@langchain/core/tools';
 import { ChatOpenAI, OpenAI as LangchainCompletions } from '@langchain/openai';
-import { APICallError, generateText, stepCountIs, streamText, tool as aiTool } from 'ai';
+import { APICallError, generateText, Output, stepCountIs, streamText, tool as aiTool } from 'ai';
 import OpenAI from 'openai';
-import { zodFunction } from 'openai/helpers/zod';
+import { zodFunction, zodResponseFormat, zodTextFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 import { ApiError } from '../../server/errors.ts';
 import { closeApp } from '../../server/http.ts';
@@ -46,6 +47,14 @@ const plainPathSchema = {
   properties: { path: { type: 'string', description: 'The path' } },
   required: ['path'],
 } as const;
+const PERSON = 'Anton is 67 years old and lives in Quito. Return JSON with the keys age, name.';
+const personSchema = z.object({ age: z.number().int().min(0).max(150), name: z.string().max(20) });
+const plainPersonSchema = {
+  type: 'object',
+  properties: { age: { type: 'integer' }, name: { type: 'string' } },
+  required: ['age', 'name'],
+  additionalProperties: false,
+} as const;
 const ANSWER = `The file says: ${FILE.text}`;
 /** The model repeats a list that is too long for it until the context is full: far longer than any test waits. */
 const ENDLESS = `Repeat: ${Array<string>(8).fill('Dublin Toronto blue Tunis Madrid net silver kite Lars Carl Gina').join(' ')}`;
@@ -59,6 +68,12 @@ before(async () => {
 after(async () => {
   await cluster?.stop();
 });
+
+/** Something that the schema allows: what the model knows of people is not the point. */
+function assertPerson(value: unknown): void {
+  const { name } = personSchema.parse(value);
+  assert.ok(name.length <= 20);
+}
 
 /** What a tool of the tests is called with, and what it says. */
 function readFile(paths: string[], path: string): string {
@@ -99,6 +114,7 @@ describe('openai', () => {
   });
   const asked = { model: MODEL, temperature: 0 } as const;
   const hello = [{ role: 'user', content: 'Hello' }] as const satisfies OpenAI.ChatCompletionMessageParam[];
+  const aboutPerson = [{ role: 'user', content: PERSON }] as const satisfies OpenAI.ChatCompletionMessageParam[];
   const endless = [{ role: 'user', content: ENDLESS }] as const satisfies OpenAI.ChatCompletionMessageParam[];
 
   test('lists and finds the model', async () => {
@@ -202,6 +218,35 @@ describe('openai', () => {
     assert.equal(second.output_text, ANSWER);
   });
 
+  // surface: format.json-schema, tools.forced
+  test('parses an answer by a schema, whole and as a stream, and gets a call that it asks for', async () => {
+    const format = zodResponseFormat(personSchema, 'person');
+    const body = { ...asked, messages: [...aboutPerson], response_format: format };
+    const whole = await client.chat.completions.parse(body);
+    assertPerson(whole.choices[0]!.message.parsed);
+    const streamed = await client.chat.completions.stream(body).finalChatCompletion();
+    assert.deepEqual(streamed.choices[0]!.message.parsed, whole.choices[0]!.message.parsed);
+    const response = await client.responses.parse({
+      ...asked,
+      input: PERSON,
+      text: { format: zodTextFormat(personSchema, 'person') },
+    });
+    assertPerson(response.output_parsed);
+    const tools = [zodFunction({ name: READ_FILE, description: DESCRIPTION, parameters: pathSchema })];
+    for (const choice of ['required', { type: 'function', function: { name: READ_FILE } }] as const) {
+      const called = await client.chat.completions.parse({
+        ...asked,
+        messages: [...hello],
+        tools,
+        tool_choice: choice,
+        max_completion_tokens: 300,
+      });
+      const { message, finish_reason: reason } = called.choices[0]!;
+      assert.deepEqual([message.tool_calls?.[0]?.function.name, reason], [READ_FILE, 'tool_calls']);
+      pathSchema.parse(message.tool_calls![0]!.function.parsed_arguments);
+    }
+  });
+
   test('leaves a stream by break, by its controller, by a signal, and a whole answer by a signal', async () => {
     const body = { ...asked, messages: [...endless] };
     await givesUp(async () => {
@@ -274,6 +319,27 @@ describe('ai with @ai-sdk/openai-compatible', () => {
     await streamed.consumeStream();
     assert.equal(await streamed.text, ANSWER);
     assert.deepEqual(paths, [FILE.name, FILE.name]);
+  });
+
+  test('gets an object by a schema, whole and as a stream, and a call that it asks for', async () => {
+    const baseURL = `${cluster.url}/v1`;
+    const strict = createOpenAICompatible({
+      name: 'handoff',
+      baseURL,
+      apiKey: 'none',
+      supportsStructuredOutputs: true,
+    });
+    const body = { ...asked, model: strict(MODEL), prompt: PERSON, output: Output.object({ schema: personSchema }) };
+    assertPerson((await generateText(body)).output);
+    const streamed = streamText(body);
+    await streamed.consumeStream();
+    assertPerson(await streamed.output);
+    const read = aiTool({ description: DESCRIPTION, inputSchema: pathSchema, execute: ({ path }) => path });
+    const tools = { [READ_FILE]: read };
+    const forced = { ...asked, model, prompt: 'Hello', tools, toolChoice: 'required', maxOutputTokens: 300 } as const;
+    const { toolCalls } = await generateText(forced);
+    assert.equal(toolCalls[0]?.toolName, READ_FILE);
+    pathSchema.parse(toolCalls[0].input);
   });
 
   test('leaves a stream and a whole answer by a signal', async () => {
@@ -350,6 +416,12 @@ describe('@langchain/openai', () => {
     assert.deepEqual(paths, [FILE.name, FILE.name]);
   });
 
+  test('gets an object by a schema or by a call', async () => {
+    for (const method of ['jsonSchema', 'functionCalling'] as const) {
+      assertPerson(await model.withStructuredOutput(personSchema, { name: 'person', method }).invoke(PERSON));
+    }
+  });
+
   test('continues a text', async () => {
     const completions = new LangchainCompletions({ ...options(), maxTokens: 8 });
     const text = await completions.invoke('The code of the');
@@ -421,6 +493,33 @@ describe('@anthropic-ai/sdk', () => {
       assert.deepEqual(paths, [FILE.name]);
     });
   }
+
+  test('gets an object by a schema, and a call that it asks for', async () => {
+    const parsed = await client.messages.parse({
+      ...asked,
+      messages: [{ role: 'user', content: PERSON }],
+      thinking: { type: 'disabled' },
+      output_config: { format: jsonSchemaOutputFormat(plainPersonSchema) },
+    });
+    assertPerson(parsed.parsed_output);
+    const tool = {
+      name: READ_FILE,
+      description: DESCRIPTION,
+      input_schema: { ...plainPathSchema, required: ['path'] },
+    };
+    for (const choice of [{ type: 'any' }, { type: 'tool', name: READ_FILE }] as const) {
+      const called = await client.messages.create({
+        ...asked,
+        messages: [...hello],
+        tools: [tool],
+        tool_choice: choice,
+      });
+      const block = called.content.find(({ type }) => type === 'tool_use');
+      assert.ok(block?.type === 'tool_use');
+      assert.deepEqual([block.name, called.stop_reason], [READ_FILE, 'tool_use']);
+      pathSchema.parse(block.input);
+    }
+  });
 
   test('leaves a stream by break and by its controller, and a whole answer by a signal', async () => {
     const body = { ...asked, max_tokens: 20_000, messages: [{ role: 'user' as const, content: ENDLESS }] };
