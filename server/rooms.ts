@@ -15,6 +15,7 @@ import {
   type RoomKey,
   type RouterToWorker,
   type SamplingParams,
+  type TokenChoice,
   type WorkerToRouter,
 } from '../transfer/messages.ts';
 import {
@@ -51,7 +52,8 @@ export type RoomOutcome =
 
 /** Where a room's tokens go. Called from the event loop, never inside `start`. */
 export interface RoomSink {
-  onTokens(ids: number[]): void;
+  /** `choices`: one for each id, if the request asked for log probabilities. */
+  onTokens(ids: number[], choices?: readonly TokenChoice[]): void;
   /** So many tokens of the prompt were not computed, because they were cached. Told before the first token, as a rule. */
   onCached(tokenCount: number): void;
   onEnd(outcome: RoomOutcome): void;
@@ -188,7 +190,7 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         break;
       case 'deliver':
         entry.delivered = true;
-        entry.sink.onTokens(effect.tokens);
+        entry.sink.onTokens(effect.tokens, effect.choices);
         break;
       case 'outcome': {
         const { outcome } = effect;
@@ -252,9 +254,9 @@ export function createRooms(options: RoomsOptions): RoomDriver {
     const nowMs = now();
     switch (message.type) {
       case 'tokens':
-        for (const { key, position, tokens } of message.rows) {
-          const entry = entryOf(key);
-          if (entry) step(entry, { type: 'tokens', key, epoch, position, tokens, nowMs });
+        for (const row of message.rows) {
+          const entry = entryOf(row.key);
+          if (entry) step(entry, { type: 'tokens', ...row, epoch, nowMs });
         }
         break;
       case 'accepted': {

@@ -197,7 +197,12 @@ export function streamedAnswer(
   };
 }
 
+/** What one token of a list of log probabilities takes on the wire, about. */
+const loggedLength = 64;
+
 /** About how many bytes a delta holds. */
 export function lengthOf(delta: AnswerDelta): number {
-  return delta.kind === 'tool_call' ? delta.name.length : delta.text.length;
+  if (delta.kind === 'tool_call') return delta.name.length;
+  const logged = delta.kind === 'tool_arguments' ? [] : (delta.logged ?? []);
+  return logged.reduce((sum, { top }) => sum + loggedLength * (1 + top.length), delta.text.length);
 }

@@ -14,16 +14,13 @@ import {
 import { constrain } from './constraints.ts';
 import { DONE, event, logprobsBody, openaiErrorEvents, usageBody } from './dialect.ts';
 import type { Dialect, DialectContext, FinishedChoice, GenerationPlan } from './dialect.ts';
-import { boolean, integer, list, object, optional, text, unsupported } from './fields.ts';
+import { boolean, integer, list, object, optional, text, unsupported, wrong } from './fields.ts';
 import type { JsonObject } from './fields.ts';
 import type { AnswerDelta, Finish, LoggedToken } from './generation.ts';
-import { checkLogitBias, openaiCall, openaiFields } from './sampling.ts';
+import { maxTopLogprobs, openaiCall, openaiFields } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
-const maxTopLogprobs = 20;
 const maxModalities = 8;
-
-const isFalse = (value: unknown): boolean => value === false;
 
 /** The body of POST /v1/chat/completions. */
 export const chatRequest = object({
@@ -36,12 +33,8 @@ export const chatRequest = object({
   max_completion_tokens: optional(integer({ min: 1 })),
   continue_final_message: optional(boolean()),
   add_generation_prompt: optional(boolean()),
-  logprobs: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
-  top_logprobs: unsupported({
-    field: integer({ min: 0, max: maxTopLogprobs }),
-    neutral: (value) => value === 0,
-    accepted: '0',
-  }),
+  logprobs: optional(boolean()),
+  top_logprobs: optional(integer({ min: 0, max: maxTopLogprobs })),
   separate_reasoning: optional(boolean()),
   include_reasoning: optional(boolean()),
   stream_reasoning: optional(boolean()),
@@ -60,12 +53,17 @@ export const chatRequest = object({
  */
 export function planChat(body: JsonObject, served: ServedModel): GenerationPlan {
   const fields = chatRequest.read(body, '');
+  const asked = openaiCall(fields, served);
+  const topLogprobs = fields.top_logprobs ?? 0;
+  if (topLogprobs > 0 && fields.logprobs !== true) {
+    throw wrong('invalid_value', 'top_logprobs', '0 unless logprobs is true', topLogprobs);
+  }
   const call: GenerationCall = {
-    ...openaiCall(fields, served),
+    ...asked,
+    sampling: { ...asked.sampling, ...(fields.logprobs === true ? { logprobs: topLogprobs } : {}) },
     maxTokens: fields.max_completion_tokens ?? fields.max_tokens ?? null,
   };
   const toolChoice = readToolChoice(fields.tool_choice, fields.tools);
-  checkLogitBias(body['logit_bias'], served);
   const tools = toolChoice === 'none' ? [] : fields.tools;
   const conversation = conversationOf(fields.messages, tools, fields, served);
   const format = fields.response_format;

@@ -2,17 +2,16 @@
 import { ApiError } from '../errors.ts';
 import { constrain } from './constraints.ts';
 import { DONE, event, finiteLogprob, openaiErrorEvents, usageBody } from './dialect.ts';
-import type { Dialect, DialectContext, GenerationPlan, Prompt } from './dialect.ts';
+import type { Dialect, DialectContext, GenerationPlan, Prompt, TokenTexts } from './dialect.ts';
 import { boolean, integer, missing, object, optional, text, unsupported, wellFormed, wrong } from './fields.ts';
 import type { Field, JsonObject } from './fields.ts';
 import type { Finish, LoggedToken } from './generation.ts';
-import { checkLogitBias, maxChoiceCount, openaiCall, openaiFields, readTokenIds } from './sampling.ts';
+import { maxChoiceCount, maxTopLogprobs, openaiCall, openaiFields, readTokenIds } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
 const maxPromptCount = 256;
 /** Choices over all prompts. Each is a request of its own to the workers. */
 const maxTotalChoices = 256;
-const maxTopLogprobs = 20;
 /** Tokens of an answer when none are asked for, as OpenAI has it. */
 const defaultCompletionTokens = 16;
 
@@ -43,11 +42,7 @@ export const completionRequest = object({
   ...openaiFields,
   max_tokens: optional(integer({ min: 0 })),
   echo: optional(boolean()),
-  logprobs: unsupported({
-    field: integer({ min: 0, max: maxTopLogprobs }),
-    neutral: () => false,
-    accepted: 'null',
-  }),
+  logprobs: optional(integer({ min: 0, max: maxTopLogprobs })),
   best_of: optional(integer({ min: 1, max: maxChoiceCount })),
   suffix: unsupported({ field: text(), neutral: (value) => value === '', accepted: 'null' }),
 });
@@ -58,8 +53,13 @@ export const completionRequest = object({
  */
 export function planCompletion(body: JsonObject, served: ServedModel): GenerationPlan {
   const fields = completionRequest.read(body, '');
-  const call: GenerationCall = { ...openaiCall(fields, served), maxTokens: fields.max_tokens ?? null };
-  checkLogitBias(body['logit_bias'], served);
+  const asked = openaiCall(fields, served);
+  const logged = fields.logprobs === undefined ? {} : { logprobs: fields.logprobs };
+  const call: GenerationCall = {
+    ...asked,
+    sampling: { ...asked.sampling, ...logged },
+    maxTokens: fields.max_tokens ?? null,
+  };
   const echo = fields.echo ?? false;
   if (call.maxTokens === 0 && !echo) throw wrong('invalid_value', 'max_tokens', 'at least 1 unless echo is true', 0);
   if (fields.best_of !== undefined && fields.best_of !== call.choiceCount && fields.best_of !== 1) {
@@ -114,10 +114,40 @@ function readPrompts(value: unknown, served: ServedModel): Prompt[] {
   });
 }
 
+/** Choices of tokens as completions show them: lists of equal length. */
+interface Logprobs {
+  tokens: string[];
+  token_logprobs: (number | null)[];
+  top_logprobs: (Record<string, number> | null)[];
+  text_offset: number[];
+}
+
+function joined(first: Logprobs | null, second: Logprobs | null): Logprobs | null {
+  if (first === null || second === null) return first ?? second;
+  return {
+    tokens: [...first.tokens, ...second.tokens],
+    token_logprobs: [...first.token_logprobs, ...second.token_logprobs],
+    top_logprobs: [...first.top_logprobs, ...second.top_logprobs],
+    text_offset: [...first.text_offset, ...second.text_offset],
+  };
+}
+
+/** Where the text of each token begins in their text together, in UTF-16 units. */
+function textOffsets(ids: readonly number[], tokens: TokenTexts): number[] {
+  const decoder = new TextDecoder('utf-8', { ignoreBOM: true });
+  let offset = 0;
+  return ids.map((id) => {
+    const start = offset;
+    // A token that stands for no text, like the one that begins a prompt, takes none.
+    if (tokens.text(id) !== '') offset += decoder.decode(tokens.bytes(id), { stream: true }).length;
+    return start;
+  });
+}
+
 /** How /v1/completions words its answers. With `echo`, each begins with its prompt. */
 export function createCompletionDialect(
   context: DialectContext,
-  call: Pick<GenerationCall, 'includeUsage' | 'continuousUsage' | 'choiceCount'> & {
+  call: Pick<GenerationCall, 'includeUsage' | 'continuousUsage' | 'choiceCount' | 'sampling'> & {
     echo: boolean;
     prompts: readonly Prompt[];
   },
@@ -135,25 +165,45 @@ export function createCompletionDialect(
     return prompt.kind === 'text' ? prompt.text : '';
   }
 
-  function logprobs(index: number, logged: readonly LoggedToken[] | undefined) {
+  /** The tokens of an echoed prompt. Their log probabilities are not known: null, as the first one's always is. */
+  function echoed(index: number): Logprobs | null {
+    if (!call.echo || call.sampling.logprobs === undefined) return null;
+    const ids = context.promptIds(index);
+    const nothing = ids.map(() => null);
+    return {
+      tokens: ids.map((id) => tokens.text(id)),
+      token_logprobs: nothing,
+      top_logprobs: nothing,
+      text_offset: textOffsets(ids, tokens),
+    };
+  }
+
+  function logprobs(index: number, logged: readonly LoggedToken[] | undefined): Logprobs | null {
     if (logged === undefined || logged.length === 0) return null;
     const start = echoOf(index).length;
     return {
       tokens: logged.map(({ id }) => tokens.text(id)),
       token_logprobs: logged.map(({ logprob }) => finiteLogprob(logprob)),
-      top_logprobs: logged.map(({ top }) =>
-        Object.fromEntries(top.map(({ id, logprob }) => [tokens.text(id), finiteLogprob(logprob)])),
+      top_logprobs: logged.map(({ id, logprob, top }) =>
+        Object.fromEntries([...top, { id, logprob }].map((each) => [nameOf(each.id), finiteLogprob(each.logprob)])),
       ),
       text_offset: logged.map(({ offset }) => start + offset),
     };
   }
 
-  function chunk(index: number, content: string, more: { logged?: LoggedToken[] | undefined; finish?: Finish } = {}) {
-    const { logged, finish } = more;
+  /** A token as a key: its text, or its bytes where they are no whole text, so that no two tokens share a key by that. */
+  function nameOf(id: number): string {
+    const name = tokens.text(id);
+    if (!name.includes('\ufffd')) return name;
+    return `bytes:${Array.from(tokens.bytes(id), (byte) => `\\x${byte.toString(16).padStart(2, '0')}`).join('')}`;
+  }
+
+  function chunk(index: number, content: string, more: { logprobs?: Logprobs | null; finish?: Finish } = {}) {
+    const { finish } = more;
     const choice = {
       index,
       text: content,
-      logprobs: logprobs(index, logged),
+      logprobs: more.logprobs ?? null,
       finish_reason: finish?.reason ?? null,
       ...(finish === undefined ? {} : { matched_stop: finish.matchedStop }),
     };
@@ -165,13 +215,14 @@ export function createCompletionDialect(
     if (opened.has(index)) return [];
     opened.add(index);
     const echo = echoOf(index);
-    return echo === '' ? [] : [chunk(index, echo)];
+    return echo === '' ? [] : [chunk(index, echo, { logprobs: echoed(index) })];
   }
 
   return {
     delta: (index, delta) => {
       const isText = delta.kind === 'content';
-      return [...open(index), chunk(index, isText ? delta.text : '', { logged: isText ? delta.logged : undefined })];
+      const found = logprobs(index, isText ? delta.logged : undefined);
+      return [...open(index), chunk(index, isText ? delta.text : '', { logprobs: found })];
     },
     finish: (index, finish) => [...open(index), chunk(index, '', { finish })],
     end: () => [...(call.includeUsage ? [event({ ...base, choices: [], usage: usage() })] : []), DONE],
@@ -181,7 +232,7 @@ export function createCompletionDialect(
       choices: choices.map(({ answer, finish }, index) => ({
         index,
         text: echoOf(index) + answer.content,
-        logprobs: logprobs(index, answer.logged),
+        logprobs: joined(echoed(index), logprobs(index, answer.logged)),
         finish_reason: finish.reason,
         matched_stop: finish.matchedStop,
       })),

@@ -39,6 +39,8 @@ export interface DialectContext {
   head: AnswerHead;
   usage: () => TokenUsage;
   tokens: TokenTexts;
+  /** Token ids of the prompt of a choice. */
+  promptIds: (choice: number) => readonly number[];
 }
 
 /** How one API words one answer: as events while it grows, or as a whole. Keeps the state of its stream. */

@@ -1,12 +1,19 @@
 /** POST /generate: SGLang's native API, as far as its own benchmark and simple clients use it. Pure. */
 import { ApiError } from '../errors.ts';
-import { DONE, event, openaiErrorEvents } from './dialect.ts';
+import { DONE, event, finiteLogprob, openaiErrorEvents } from './dialect.ts';
 import type { Dialect, DialectContext, GenerationPlan } from './dialect.ts';
-import { boolean, ignored, integer, list, missing, object, optional, text, unsupported } from './fields.ts';
+import { boolean, integer, list, missing, object, optional, text, unsupported } from './fields.ts';
 import type { JsonObject } from './fields.ts';
 import { appendDelta, sumDeltas } from './generation.ts';
-import type { AnswerDelta, Finish } from './generation.ts';
-import { clientRequestId, constraintFields, readTokenIds, samplingCall, samplingFields } from './sampling.ts';
+import type { Answer, AnswerDelta, Finish, LoggedToken } from './generation.ts';
+import {
+  clientRequestId,
+  constraintFields,
+  maxTopLogprobs,
+  readTokenIds,
+  samplingCall,
+  samplingFields,
+} from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
 /** Tokens of an answer when none are asked for, as SGLang has it. */
@@ -24,10 +31,12 @@ export const generateRequest = object({
   ),
   stream: optional(boolean()),
   rid: optional(clientRequestId),
-  return_logprob: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
+  return_logprob: optional(boolean()),
+  top_logprobs_num: optional(integer({ min: 0, max: maxTopLogprobs })),
+  return_text_in_logprobs: optional(boolean()),
   return_hidden_states: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
   return_routed_experts: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
-  logprob_start_len: ignored('Without effect while return_logprob is false.', integer({ min: -1 })),
+  logprob_start_len: optional(integer({ min: -1 })),
   lora_path: unsupported({ neutral: () => false, accepted: 'null' }),
 });
 
@@ -39,13 +48,21 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
   if (fields.text !== undefined && ids !== undefined) {
     throw new ApiError('invalid_value', 'Send either text or input_ids, not both.', { param: 'input_ids' });
   }
+  const isLogged = fields.return_logprob === true;
+  const startLength = fields.logprob_start_len ?? -1;
+  if (isLogged && startLength !== -1) {
+    const message = `logprob_start_len must be -1, found ${startLength}: tokens of the prompt have no log probabilities.`;
+    throw new ApiError('unsupported_value', message, { param: 'logprob_start_len' });
+  }
   const sampling = fields.sampling_params ?? object(samplingFields).read({}, '');
+  const asked = samplingCall(sampling, served, 'sampling_params');
   const call: GenerationCall = {
     model: served.modelId,
     stream: fields.stream ?? false,
     includeUsage: false,
     continuousUsage: false,
-    ...samplingCall(sampling, served, 'sampling_params'),
+    ...asked,
+    sampling: { ...asked.sampling, ...(isLogged ? { logprobs: fields.top_logprobs_num ?? 0 } : {}) },
     seed: null,
     maxTokens: fields.sampling_params?.max_new_tokens ?? null,
     requestId: fields.rid ?? null,
@@ -62,15 +79,27 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     fallbackTokens: defaultNewTokens,
     clampsTokens: false,
     reading: { kind: 'text' },
-    createDialect: (context) => createGenerateDialect(context, call),
+    createDialect: (context) => createGenerateDialect(context, call, fields.return_text_in_logprobs ?? false),
   };
 }
 
 /** How /generate words its answers: every event has all of the text so far. */
-export function createGenerateDialect(context: DialectContext, call: GenerationCall): Dialect {
+export function createGenerateDialect(context: DialectContext, call: GenerationCall, namesTokens: boolean): Dialect {
   const parts = Array.from({ length: call.choiceCount }, (): AnswerDelta[] => []);
 
-  function state(choice: number, content: string, finish: Finish | null): object {
+  /** Log probabilities as SGLang words them: value, id, and the text where it is asked for. */
+  function logprobs(logged: readonly LoggedToken[]): object {
+    if (call.sampling.logprobs === undefined) return {};
+    const entry = ({ id, logprob }: { id: number; logprob: number }) => [
+      finiteLogprob(logprob),
+      id,
+      namesTokens ? context.tokens.text(id) : null,
+    ];
+    const tops = call.sampling.logprobs === 0 ? {} : { output_top_logprobs: logged.map(({ top }) => top.map(entry)) };
+    return { input_token_logprobs: [], output_token_logprobs: logged.map(entry), ...tops };
+  }
+
+  function state(choice: number, { content, logged }: Answer, finish: Finish | null): object {
     const { promptTokens, cachedTokens, completionTokens } = context.usage();
     const matched = finish === null || finish.matchedStop === null ? {} : { matched: finish.matchedStop };
     return {
@@ -81,6 +110,7 @@ export function createGenerateDialect(context: DialectContext, call: GenerationC
         prompt_tokens: promptTokens,
         completion_tokens: completionTokens,
         cached_tokens: cachedTokens,
+        ...logprobs(logged),
         finish_reason:
           finish === null
             ? null
@@ -91,17 +121,17 @@ export function createGenerateDialect(context: DialectContext, call: GenerationC
     };
   }
 
-  const textOf = (choice: number) => sumDeltas(parts[choice] ?? []).content;
+  const answerOf = (choice: number) => sumDeltas(parts[choice] ?? []);
   return {
     delta(choice, delta) {
       appendDelta(parts[choice]!, delta);
-      return [event(state(choice, textOf(choice), null))];
+      return [event(state(choice, answerOf(choice), null))];
     },
-    finish: (choice, finish) => [event(state(choice, textOf(choice), finish))],
+    finish: (choice, finish) => [event(state(choice, answerOf(choice), finish))],
     end: () => [DONE],
     error: openaiErrorEvents,
     body(choices) {
-      const bodies = choices.map(({ answer, finish }, index) => state(index, answer.content, finish));
+      const bodies = choices.map(({ answer, finish }, index) => state(index, answer, finish));
       return call.choiceCount > 1 ? bodies : bodies[0]!;
     },
   };

@@ -31,11 +31,14 @@ import type { Field, JsonObject } from './fields.ts';
 import type { AnswerDelta, Finish, LoggedToken } from './generation.ts';
 import { inputOfCustomCall, readResponseTools } from './responses-tools.ts';
 import type { ResponseTools } from './responses-tools.ts';
-import { samplingCall, servedModelName } from './sampling.ts';
+import { maxTopLogprobs, samplingCall, servedModelName } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
 const maxItemCount = 100_000;
 const maxToolCount = 1024;
+const maxIncludeCount = 64;
+/** What a request includes to see the choice of each token. */
+const logprobsInclude = 'message.output_text.logprobs';
 
 const inputField: Field<string | unknown[]> = {
   expected: 'a non-empty string or an array of input items',
@@ -71,16 +74,12 @@ export const responsesRequest = object({
   parallel_tool_calls: optional(boolean()),
   temperature: optional(finite({ min: 0, max: 2 })),
   top_p: optional(finite({ min: 0, max: 1 })),
-  top_logprobs: unsupported({
-    field: integer({ min: 0, max: 20 }),
-    neutral: (value) => value === 0,
-    accepted: '0',
-  }),
+  top_logprobs: optional(integer({ min: 0, max: maxTopLogprobs })),
   stream: optional(boolean()),
   stream_options: ignored('Without effect.'),
   metadata: optional(anyObject()),
   store: ignored('Nothing is stored.', boolean()),
-  include: ignored('Without effect.'),
+  include: optional(list(text(), { minItems: 0, maxItems: maxIncludeCount })),
   truncation: optional(choice(['auto', 'disabled'])),
   user: ignored('Without effect.'),
   background: unsupported({ field: boolean(), neutral: (value) => value === false, accepted: 'false' }),
@@ -109,18 +108,16 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     },
     served,
   );
+  const asked = samplingCall({ temperature: fields.temperature, top_p: fields.top_p }, served);
+  const topLogprobs = fields.top_logprobs ?? 0;
+  const isLogged = topLogprobs > 0 || fields.include?.includes(logprobsInclude) === true;
   const call: GenerationCall = {
     model: servedModelName(fields.model, served),
     stream: fields.stream ?? false,
     includeUsage: true,
     continuousUsage: false,
-    ...samplingCall(
-      {
-        temperature: fields.temperature,
-        top_p: fields.top_p,
-      },
-      served,
-    ),
+    ...asked,
+    sampling: { ...asked.sampling, ...(isLogged ? { logprobs: topLogprobs } : {}) },
     seed: null,
     maxTokens: fields.max_output_tokens ?? null,
     requestId: null,
@@ -151,7 +148,7 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     tool_choice: body['tool_choice'] ?? tools.choice,
     tools: fields.tools ?? [],
     top_p: fields.top_p ?? served.defaultTopP,
-    top_logprobs: 0,
+    top_logprobs: topLogprobs,
     truncation: fields.truncation ?? 'disabled',
     service_tier: 'default',
     user: null,

@@ -5,11 +5,10 @@
  * Fields that this server does not know are ignored, since clients send many; fields that it knows and
  * cannot honour are refused by name, since ignoring one would change the answer behind the client's back.
  */
-import type { SamplingParams } from '../../transfer/messages.ts';
+import type { SamplingParams, SamplingRules } from '../../transfer/messages.ts';
 import { ApiError } from '../errors.ts';
 import { responseFormatField } from './constraints.ts';
 import {
-  anyObject,
   boolean,
   finite,
   ignored,
@@ -22,7 +21,7 @@ import {
   unsupported,
   wrong,
 } from './fields.ts';
-import type { Field, FieldValue } from './fields.ts';
+import type { Field, FieldValue, JsonObject } from './fields.ts';
 
 /** What requests are checked against. */
 export interface ServedModel {
@@ -59,6 +58,10 @@ export interface GenerationCall {
   seed: number | null;
   /** Tokens asked for, or null where the request leaves it to the server; see resolveMaxTokens. */
   maxTokens: number | null;
+  /** The answer does not end before it has so many; also in `sampling.rules`, for what ends by a token. */
+  minTokens: number;
+  /** Where the sampling fields stand in the body, for errors: '' or 'sampling_params.'. */
+  samplingPath: string;
   stop: string[];
   stopTokenIds: number[];
   /** What ended the answer stays in its text. */
@@ -75,11 +78,11 @@ const maxStopTokenCount = 1024;
 /** OpenAI's bound of `n`; the server may be configured lower. */
 export const maxChoiceCount = 128;
 const maxLogitBiasCount = 1024;
+const largestBias = 100;
 /** OpenAI's seed is a signed 64-bit integer; the upper end is exclusive because 2^63 - 1 is no double. */
 const seedLimit = 2 ** 63;
 
 const isFalse = (value: unknown): boolean => value === false;
-const isEmpty = (value: unknown): boolean => isObject(value) && Object.keys(value).length === 0;
 
 const seedExpected = 'an integer from -2^63 to 2^63 - 1';
 const seed: Field<number> = {
@@ -118,6 +121,26 @@ export const clientRequestId: Field<string> = {
   },
 };
 
+const biasExpected = `an object of up to ${maxLogitBiasCount} token ids with numbers from -${largestBias} to ${largestBias}`;
+
+/** Keys and values are checked in full by `samplingCall`, which knows the vocabulary. */
+const logitBias: Field<JsonObject> = {
+  expected: biasExpected,
+  schema: {
+    type: 'object',
+    additionalProperties: { type: 'number', minimum: -largestBias, maximum: largestBias },
+    maxProperties: maxLogitBiasCount,
+    description: 'Added to the logits of these tokens, by id, behind all penalties.',
+  },
+  read(value, path) {
+    if (!isObject(value)) throw wrong('invalid_type', path, biasExpected, value);
+    return value;
+  },
+};
+
+/** Most of the likeliest tokens that an answer may show with each of its own. */
+export const maxTopLogprobs = 20;
+
 /** How tokens are chosen and where the answer ends, under the names that all native and OpenAI routes share. */
 export const samplingFields = {
   temperature: optional(finite({ min: 0, max: 2 })),
@@ -130,23 +153,11 @@ export const samplingFields = {
   skip_special_tokens: optional(boolean()),
   no_stop_trim: optional(boolean()),
   n: optional(integer({ min: 1, max: maxChoiceCount })),
-  min_tokens: unsupported({ field: integer({ min: 0 }), neutral: (value) => value === 0, accepted: '0' }),
-  presence_penalty: unsupported({
-    field: finite({ min: -2, max: 2 }),
-    neutral: (value) => value === 0,
-    accepted: '0',
-  }),
-  frequency_penalty: unsupported({
-    field: finite({ min: -2, max: 2 }),
-    neutral: (value) => value === 0,
-    accepted: '0',
-  }),
-  repetition_penalty: unsupported({
-    field: finite({ min: 0, max: 2, above: true }),
-    neutral: (value) => value === 1,
-    accepted: '1',
-  }),
-  logit_bias: unsupported({ field: anyObject(), neutral: isEmpty, accepted: '{}' }),
+  min_tokens: optional(integer({ min: 0 })),
+  presence_penalty: optional(finite({ min: -2, max: 2 })),
+  frequency_penalty: optional(finite({ min: -2, max: 2 })),
+  repetition_penalty: optional(finite({ min: 0, max: 2, above: true })),
+  logit_bias: optional(logitBias),
 };
 
 /** Constraints on the text that this server cannot honour. */
@@ -197,7 +208,15 @@ export function samplingCall(
   path = '',
 ): Pick<
   GenerationCall,
-  'choiceCount' | 'sampling' | 'stop' | 'stopTokenIds' | 'keepsStop' | 'ignoreEos' | 'skipSpecialTokens'
+  | 'choiceCount'
+  | 'sampling'
+  | 'minTokens'
+  | 'samplingPath'
+  | 'stop'
+  | 'stopTokenIds'
+  | 'keepsStop'
+  | 'ignoreEos'
+  | 'skipSpecialTokens'
 > {
   const prefix = path === '' ? '' : `${path}.`;
   const stopTokenIds = fields.stop_token_ids ?? [];
@@ -208,6 +227,7 @@ export function samplingCall(
   }
   const topP = fields.top_p ?? served.defaultTopP;
   const topK = fields.top_k ?? 0;
+  const rules = rulesOf(fields, served, prefix);
   return {
     choiceCount,
     sampling: {
@@ -216,7 +236,10 @@ export function samplingCall(
       topP: topP === 0 ? 1 : topP,
       topK: topK < 1 || topK >= served.vocabSize ? 0 : topK,
       minP: fields.min_p ?? 0,
+      ...(rules === null ? {} : { rules }),
     },
+    minTokens: fields.min_tokens ?? 0,
+    samplingPath: prefix,
     stop: fields.stop ?? [],
     stopTokenIds,
     keepsStop: fields.no_stop_trim ?? false,
@@ -264,6 +287,13 @@ export function resolveMaxTokens(
   );
 }
 
+/** Throws `ApiError` if the answer is to have more tokens than it may have. */
+export function checkMinTokens(call: Pick<GenerationCall, 'minTokens' | 'samplingPath'>, maxTokens: number): void {
+  if (call.minTokens <= maxTokens) return;
+  const expected = `an integer from 0 to ${maxTokens}, the most that the answer may have`;
+  throw wrong('invalid_value', `${call.samplingPath}min_tokens`, expected, call.minTokens);
+}
+
 /** The model name to answer with; throws 404 for a model that is not served. */
 export function servedModelName(name: string | undefined, served: ServedModel): string {
   if (name === undefined) return served.modelId;
@@ -297,20 +327,35 @@ export function readTokenIds(value: unknown, path: string, served: ServedModel):
   return value as number[];
 }
 
+/** What a request's rules come to; null if they change nothing. Throws `ApiError` for a bias that is none. */
+function rulesOf(fields: SamplingValues, served: ServedModel, prefix: string): SamplingRules | null {
+  const rules = {
+    presencePenalty: fields.presence_penalty ?? 0,
+    frequencyPenalty: fields.frequency_penalty ?? 0,
+    repetitionPenalty: fields.repetition_penalty ?? 1,
+    ...readBias(fields.logit_bias ?? {}, served, `${prefix}logit_bias`),
+    minTokens: fields.min_tokens ?? 0,
+  };
+  const { presencePenalty, frequencyPenalty, repetitionPenalty, biasIds, minTokens } = rules;
+  const hasPenalty = presencePenalty !== 0 || frequencyPenalty !== 0 || repetitionPenalty !== 1;
+  return hasPenalty || biasIds.length > 0 || minTokens > 0 ? rules : null;
+}
+
 /** Throws `ApiError` unless the keys of a logit bias are token ids in canonical form and its values in range. */
-export function checkLogitBias(value: unknown, served: ServedModel): void {
-  if (!isObject(value)) return;
-  const entries = Object.entries(value);
-  if (entries.length > maxLogitBiasCount) {
-    throw wrong('invalid_value', 'logit_bias', `an object of up to ${maxLogitBiasCount} keys`, value);
-  }
-  const bias = finite({ min: -100, max: 100 });
-  for (const [key, entry] of entries) {
+function readBias(bias: JsonObject, served: ServedModel, path: string): Pick<SamplingRules, 'biasIds' | 'biases'> {
+  const entries = Object.entries(bias);
+  if (entries.length > maxLogitBiasCount) throw wrong('invalid_value', path, biasExpected, bias);
+  const amount = finite({ min: -largestBias, max: largestBias });
+  const biasIds: number[] = [];
+  const biases: number[] = [];
+  for (const [key, value] of entries) {
     if (!/^(0|[1-9]\d*)$/.test(key) || Number(key) >= served.vocabSize) {
-      throw wrong('invalid_value', 'logit_bias', `keyed by token ids from 0 to ${served.vocabSize - 1}`, key);
+      throw wrong('invalid_value', path, `keyed by token ids from 0 to ${served.vocabSize - 1}`, key);
     }
-    bias.read(entry, `logit_bias.${key}`);
+    biases.push(amount.read(value, `${path}.${key}`));
+    biasIds.push(Number(key));
   }
+  return { biasIds, biases };
 }
 
 /** The seed as 32 bits: itself below 2^32, else both halves of its two's complement mixed. */

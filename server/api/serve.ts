@@ -10,6 +10,7 @@ import { createChatParser } from '../../model/chat-parser.ts';
 import { CHAT_TOKENS } from '../../model/chat.ts';
 import { createDetokenizer } from '../../model/tokenizer.ts';
 import type { Tokenizer } from '../../model/tokenizer.ts';
+import type { TokenChoice as RoomChoice } from '../../transfer/messages.ts';
 import { ApiError, errorOfReason } from '../errors.ts';
 import type { RoomHandle, RoomOutcome, Rooms } from '../rooms.ts';
 import type { Client } from './access.ts';
@@ -18,10 +19,10 @@ import type { StreamLimits } from './answer.ts';
 import type { AnswerHead, GenerationPlan, TokenTexts } from './dialect.ts';
 import { toApiError } from './edge.ts';
 import { appendDelta, createGeneration, sumDeltas } from './generation.ts';
-import type { Answer, AnswerDelta, Finish, Generation, TokenUsage } from './generation.ts';
+import type { Answer, AnswerDelta, Finish, Generation, TokenChoice, TokenUsage } from './generation.ts';
 import { promptTokens } from './prompts.ts';
 import type { PromptReader } from './prompts.ts';
-import { resolveMaxTokens } from './sampling.ts';
+import { checkMinTokens, resolveMaxTokens } from './sampling.ts';
 import type { Turn, Turns } from './turns.ts';
 
 /** Request-level metrics, as server/metrics.ts keeps them. Durations in seconds. */
@@ -156,7 +157,8 @@ export async function serveGeneration(
   const { choices, promptTokenCount } = made;
   const usage = () => sumUsage(choices, promptTokenCount);
   reply.headers(plan.headers ?? {});
-  const dialect = plan.createDialect({ head, usage, tokens: tokenTexts(context.tokenizer) });
+  const promptIds = (choice: number) => choices[choice]?.promptTokens ?? [];
+  const dialect = plan.createDialect({ head, usage, promptIds, tokens: tokenTexts(context.tokenizer) });
 
   await new Promise<void>((resolve, reject) => {
     const { raw } = reply;
@@ -263,9 +265,9 @@ export async function serveGeneration(
       return deltas;
     }
 
-    function takeTokens(index: number, choice: Choice, ids: number[]): void {
+    function takeTokens(index: number, choice: Choice, ids: number[], choices?: readonly RoomChoice[]): void {
       if (isOver || choice.isOver || ids.length === 0) return;
-      const deltas = choice.generation.push(ids);
+      const deltas = choice.generation.push(ids, choices && ids.map((id, at) => tokenChoice(id, choices[at]!)));
       answer.deltas(index, noted(choice, deltas));
       if (isOver) return;
       if (!hasTokens) observe.firstToken(secondsSince(startMs), call.stream);
@@ -345,7 +347,7 @@ export async function serveGeneration(
             stopTokenIds,
           },
           {
-            onTokens: (ids) => guarded(() => takeTokens(index, choice, ids)),
+            onTokens: (ids, logged) => guarded(() => takeTokens(index, choice, ids, logged)),
             onCached: (tokenCount) => void (choice.cachedTokens = tokenCount),
             onEnd: (outcome) => guarded(() => takeEnd(index, choice, outcome)),
           },
@@ -403,6 +405,7 @@ async function makeChoices(
     const clamped = plan.clampsTokens && call.maxTokens !== null ? Math.max(1, Math.min(call.maxTokens, room)) : null;
     const limits = { tokenCount: ids.length, param: plan.promptParam, fallback: plan.fallbackTokens };
     const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
+    checkMinTokens(call, maxTokens);
     for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
       const start = { deltas: [], cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
@@ -444,7 +447,7 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
     stopTokenIds,
     stop: call.stop,
     keepsStop: call.keepsStop,
-    minTokens: 0,
+    minTokens: call.minTokens,
     newCallId: () => `call_${randomBytes(12).toString('hex')}`,
   };
   if (reading.kind === 'text') {
@@ -475,6 +478,11 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
     reasoning: reading.reasoning,
     maxToolCalls: reading.maxToolCalls,
   });
+}
+
+/** What the room knows of a choice, as answers show it. */
+function tokenChoice(id: number, { logprob, topIds, topLogprobs }: RoomChoice): TokenChoice {
+  return { id, logprob, top: topIds.map((top, rank) => ({ id: top, logprob: topLogprobs[rank]! })) };
 }
 
 function tokenTexts(tokenizer: Tokenizer): TokenTexts {

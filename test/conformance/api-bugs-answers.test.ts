@@ -5,8 +5,8 @@
  */
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
-import { assemble, chunksOf, openApp, tokenizer } from '../support/ask.ts';
-import type { Output, StreamChunk } from '../support/ask.ts';
+import { assemble, assembleLogprobs, choiceOf, chunksOf, openApp, tokenizer } from '../support/ask.ts';
+import type { LoggedEntry, Output, StreamChunk } from '../support/ask.ts';
 
 const app = openApp();
 after(() => app.close());
@@ -422,6 +422,63 @@ test('api-bugs 67, 68: a calling turn may have no content, and contents may be p
 test('api-bugs 69: developers speak as the system does', async () => {
   const as = (role: string) => askOne({ ...off, messages: [{ role, content: 'Be brief.' }, user('q')] }, { text: 'y' });
   assert.equal((await as('developer')).prompt, (await as('system')).prompt);
+});
+
+/** The log probabilities of a body; the streams of several splits must have the same ones. */
+async function loggedOf(request: object, output: Output): Promise<LoggedEntry[]> {
+  const { status, body } = await app.post(path, request, output);
+  assert.equal(status, 200, body);
+  const [choice] = (JSON.parse(body) as { choices: { logprobs: { content: LoggedEntry[] } | null }[] }).choices;
+  const entries = choice?.logprobs?.content ?? [];
+  for (const step of [1, 2, 5]) {
+    assert.deepEqual(assembleLogprobs(await chunks(request, { ...output, step })), [entries], `in steps of ${step}`);
+  }
+  return entries;
+}
+
+test('api-bugs 52, 55: every token has its own likeliest ones, streamed or not, however many a step brings', async () => {
+  const request = { messages: [user('x')], ...off, logprobs: true, top_logprobs: 3 };
+  const text = 'one two 世 three';
+  const ids = tokenizer.encode(text);
+  const entries = await loggedOf(request, { text });
+  assert.equal(entries.length, ids.length, 'the end of the answer is no part of it');
+  for (const [index, id] of ids.entries()) {
+    const { logprob, topIds, topLogprobs } = choiceOf(id, index, 3);
+    const { top_logprobs: top, ...own } = entries[index]!;
+    assert.deepEqual(own, { token: tokenizer.decode([id]), logprob, bytes: [...tokenizer.tokenBytes(id)] });
+    assert.deepEqual(
+      top.map(({ bytes }) => bytes),
+      topIds.map((each) => [...tokenizer.tokenBytes(each)]),
+    );
+    assert.deepEqual(
+      top.map((each) => each.logprob),
+      topLogprobs,
+    );
+  }
+  const bytes = Buffer.from(entries.flatMap((entry) => entry.bytes));
+  assert.equal(bytes.toString(), text, 'the bytes are those of the tokens');
+});
+
+test('api-bugs 54: a special token among the likeliest has its bytes, whatever its text', async () => {
+  // The fourth token behind the first one is the end of sentences.
+  const id = Array.from({ length: 300 }, (_, each) => 300 + each).find(
+    (each) => choiceOf(each, 0, 20).topIds.includes(tokenizer.eosId) && !tokenizer.isSpecial(each),
+  );
+  assert.ok(id !== undefined, 'some token has the end of sentences beside it');
+  const request = { messages: [user('x')], ...off, logprobs: true, top_logprobs: 20 };
+  const [entry] = await loggedOf(request, { ids: [id], outcome: 'length' });
+  const special = entry!.top_logprobs[choiceOf(id, 0, 20).topIds.indexOf(tokenizer.eosId)]!;
+  assert.deepEqual(special.bytes, [...tokenizer.tokenBytes(tokenizer.eosId)]);
+});
+
+test('log probabilities end with the text: tokens of a stop string, hidden reasoning and calls have none', async () => {
+  const request = { messages: [user('x')], logprobs: true, tools: [add] };
+  const textOf = (entries: LoggedEntry[]) => Buffer.from(entries.flatMap((entry) => entry.bytes)).toString();
+  // The token ` E` begins before the stop string, so it is told; what is wholly inside is not.
+  assert.equal(textOf(await loggedOf({ ...request, ...off, stop: 'END' }, { text: 'one END two' })), 'one E');
+  const answer = { text: `thought</think>said${block(twoAndTwo)}` };
+  assert.equal(textOf(await loggedOf(request, answer)), 'thoughtsaid');
+  assert.equal(textOf(await loggedOf({ ...request, include_reasoning: false }, answer)), 'said');
 });
 
 test('api-bugs 70: what the template cannot render is a 400 that names the message', async () => {

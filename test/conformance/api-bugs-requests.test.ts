@@ -206,6 +206,29 @@ test('api-bugs 61, 62: numbers that would hurt a worker are refused by name', as
   assert.deepEqual([found.status, found.param], [400, 'temperature']);
 });
 
+test('api-bugs 53: top_logprobs as a string is a 400 that names it', async () => {
+  for (const fields of [
+    { logprobs: true, top_logprobs: '5' },
+    { logprobs: true, top_logprobs: 21 },
+    { top_logprobs: 2 },
+  ]) {
+    const found = await refusal({ ...off, ...fields });
+    assert.deepEqual([found.status, found.param], [400, 'top_logprobs']);
+  }
+});
+
+test('api-bugs 62: a bias of a token that there is comes to the workers', async () => {
+  const { room } = await app.post(path, { ...off, messages, logit_bias: { '9': 5 } }, { text: 'x' });
+  assert.deepEqual([room?.sampling.rules?.biasIds, room?.sampling.rules?.biases], [[9], [5]]);
+});
+
+test('an answer that is to be longer than it may be is refused', async () => {
+  const found = await refusal({ ...off, min_tokens: 6, max_tokens: 5 });
+  assert.deepEqual([found.status, found.param], [400, 'min_tokens']);
+  const generate = await refusal({ text: 'a', sampling_params: { min_tokens: 6, max_new_tokens: 5 } }, '/generate');
+  assert.deepEqual([generate.status, generate.param], [400, 'sampling_params.min_tokens']);
+});
+
 test('api-bugs 63: a response format without its schema is a 400', async () => {
   const found = await refusal({ ...off, response_format: { type: 'json_schema' } });
   assert.equal(found.status, 400);
@@ -216,6 +239,23 @@ test('api-bugs 63: a response format without its schema is a 400', async () => {
 test('api-bugs 66: fields that nobody knows are ignored', async () => {
   const body = { ...off, messages: [{ ...messages[0], id: 7 }], store: true, no_such_field: { a: 1 } };
   assert.equal((await app.post(path, body, { text: 'x' })).status, 200);
+});
+
+test('api-bugs 71: an echo without new tokens lists the tokens of the prompt', async () => {
+  const body = { prompt: 'ab', echo: true, max_tokens: 0, logprobs: 1 };
+  const { status, body: answer, room } = await app.post('/v1/completions', body);
+  assert.deepEqual([status, room], [200, null], answer);
+  const { choices, usage } = JSON.parse(answer) as {
+    choices: { text: string; logprobs: { tokens: string[]; token_logprobs: null[]; text_offset: number[] } }[];
+    usage: { completion_tokens: number };
+  };
+  assert.deepEqual([choices[0]!.text, usage.completion_tokens], ['ab', 0]);
+  const { tokens, token_logprobs: logprobs } = choices[0]!.logprobs;
+  assert.equal(tokens.join(''), 'ab');
+  assert.deepEqual(
+    logprobs,
+    tokens.map(() => null),
+  );
 });
 
 // surface: completions.prompt

@@ -5,7 +5,7 @@
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
 import fc from 'fast-check';
-import { assemble, chunksOf, openApp, tokenizer } from '../support/ask.ts';
+import { assemble, assembleLogprobs, chunksOf, openApp, tokenizer, type LoggedEntry } from '../support/ask.ts';
 
 const app = openApp();
 after(() => app.close());
@@ -67,6 +67,9 @@ const request = fc.record({
   stop: fc.constantFrom(null, 'STOP', ['STOP', '\n\n'], ['a']),
   maxTokens: fc.constantFrom(null, null, 5, 60),
   separate: fc.boolean(),
+  included: fc.boolean(),
+  minTokens: fc.constantFrom(0, 0, 3),
+  logprobs: fc.constantFrom(null, 0, 2),
 });
 
 const tools = [{ type: 'function', function: { name: 'add' } }];
@@ -78,6 +81,7 @@ interface Body {
       reasoning_content?: string;
       tool_calls?: { type: string; function: { name: string; arguments: string } }[];
     };
+    logprobs: { content: LoggedEntry[] } | null;
     finish_reason: string;
     matched_stop: unknown;
   }[];
@@ -88,6 +92,7 @@ interface Body {
 test(`chunks put together are the body, for any output and any split (seed ${seed})`, async () => {
   let callCount = 0;
   let reasoningCount = 0;
+  let loggedCount = 0;
   await fc.assert(
     fc.asyncProperty(request, fc.array(output, { minLength: 1, maxLength: 2 }), async (way, outputs) => {
       const body = {
@@ -99,6 +104,9 @@ test(`chunks put together are the body, for any output and any split (seed ${see
         ...(way.stop === null ? {} : { stop: way.stop }),
         ...(way.maxTokens === null ? {} : { max_tokens: way.maxTokens }),
         separate_reasoning: way.separate,
+        include_reasoning: way.included,
+        min_tokens: way.minTokens,
+        ...(way.logprobs === null ? {} : { logprobs: true, top_logprobs: way.logprobs }),
       };
       const whole = outputs.map(({ text, lost, outcome }) => {
         const ids = tokenizer.encode(text);
@@ -114,6 +122,8 @@ test(`chunks put together are the body, for any output and any split (seed ${see
         calls: (message.tool_calls ?? []).map(({ type, function: called }) => ({ type, ...called })),
         finishes: [finish],
       }));
+      const logged = asWhole.choices.map(({ logprobs }) => logprobs?.content ?? []);
+      for (const entries of logged) loggedCount += entries.length;
       for (const { calls, reasoning } of expected) {
         callCount += calls.length;
         if (reasoning !== '') reasoningCount++;
@@ -136,6 +146,7 @@ test(`chunks put together are the body, for any output and any split (seed ${see
           calls: calls.map(({ id: _, ...call }) => call),
         }));
         assert.deepEqual(found, expected);
+        assert.deepEqual(assembleLogprobs(chunks), logged);
         const last = chunks.at(-1) as unknown as { choices: []; usage: object };
         assert.deepEqual([last.choices, last.usage], [[], asWhole.usage]);
       }
@@ -145,4 +156,67 @@ test(`chunks put together are the body, for any output and any split (seed ${see
     { seed, numRuns: 200 },
   );
   assert.ok(callCount > 10 && reasoningCount > 10, `only ${callCount} calls and ${reasoningCount} with reasoning`);
+  assert.ok(loggedCount > 500, `only ${loggedCount} log probabilities`);
+});
+
+interface CompletionChoice {
+  index: number;
+  text: string;
+  logprobs: Record<'tokens' | 'token_logprobs' | 'top_logprobs' | 'text_offset', unknown[]> | null;
+}
+
+/** The choices of completion chunks, or of a body, put together. */
+function assembleCompletion(bodies: readonly { choices: CompletionChoice[] }[]): object[] {
+  const choices: { text: string; logprobs: Record<string, unknown[]> }[] = [];
+  for (const { index, text, logprobs } of bodies.flatMap((body) => body.choices)) {
+    const choice = (choices[index] ??= { text: '', logprobs: {} });
+    choice.text += text;
+    for (const [name, values] of Object.entries(logprobs ?? {})) (choice.logprobs[name] ??= []).push(...values);
+  }
+  return choices;
+}
+
+test(`completion chunks put together are the body, each token with its place in the text (seed ${seed})`, async () => {
+  let tokenCount = 0;
+  const way = fc.record({
+    stop: fc.constantFrom(null, 'STOP', ['STOP', '\n\n'], ['a']),
+    keepsStop: fc.boolean(),
+    echo: fc.boolean(),
+    logprobs: fc.constantFrom(0, 2),
+  });
+  await fc.assert(
+    fc.asyncProperty(way, output, async ({ stop, keepsStop, echo, logprobs }, { text, lost, outcome, steps }) => {
+      const ids = tokenizer.encode(text);
+      const given = { ids: ids.slice(0, ids.length - lost), outcome };
+      const body = {
+        prompt: 'é 世',
+        echo,
+        logprobs,
+        skip_special_tokens: false,
+        no_stop_trim: keepsStop,
+        ...(stop === null ? {} : { stop }),
+      };
+      const asWhole = JSON.parse((await app.post('/v1/completions', { ...body, max_tokens: 999 }, given)).body) as {
+        choices: CompletionChoice[];
+      };
+      const expected = assembleCompletion([asWhole]);
+      for (const step of steps) {
+        const asked = { ...body, max_tokens: 999, stream: true };
+        const streamed = await app.post('/v1/completions', asked, { ...given, step });
+        const chunks = chunksOf(streamed.body) as unknown as { choices: CompletionChoice[] }[];
+        assert.deepEqual(assembleCompletion(chunks), expected);
+      }
+      const [choice] = asWhole.choices;
+      const { tokens = [], text_offset: offsets = [] } = choice!.logprobs ?? {};
+      tokenCount += tokens.length;
+      for (const [index, token] of (tokens as string[]).entries()) {
+        // A token of whole characters stands where its offset says, unless a stop string was cut out of it.
+        const at = offsets[index] as number;
+        const isWhole = !token.includes('\ufffd') && token !== '';
+        if (isWhole) assert.ok(choice!.text.startsWith(token, at) || token.startsWith(choice!.text.slice(at)), token);
+      }
+    }),
+    { seed, numRuns: 100 },
+  );
+  assert.ok(tokenCount > 500, `only ${tokenCount} tokens`);
 });

@@ -11,7 +11,9 @@ import { after, before, test } from 'node:test';
 import { promisify } from 'node:util';
 import OpenAI from 'openai';
 import { createChatParser } from '../../model/chat-parser.ts';
+import { plainLogprobs } from '../reference/rules.ts';
 import { startCluster, type Cluster } from '../support/cluster.ts';
+import { GOLDEN_TOLERANCE, readGolden } from '../support/golden.ts';
 
 const EOS_TEXT = '<｜end▁of▁sentence｜>';
 
@@ -240,3 +242,119 @@ for (const [index, sample] of samples.entries()) {
     await Promise.all(Object.entries(checksOf(sample)).map(([name, check]) => t.test(name, check)));
   });
 }
+
+interface Logged {
+  readonly choices: {
+    text: string;
+    finish_reason: string;
+    logprobs: { tokens: string[]; token_logprobs: number[]; top_logprobs: Record<string, number>[] };
+  }[];
+  readonly usage: { completion_tokens: number };
+}
+
+/** A greedy completion with the 20 likeliest tokens of each of its own. */
+async function logged(prompt: readonly number[], fields: object): Promise<Logged> {
+  const body = { model: cluster.model, prompt, temperature: 0, skip_special_tokens: false, logprobs: 20, ...fields };
+  return post<Logged>('/v1/completions', body);
+}
+
+test('log probabilities are those of the reference, of the token that prefill chooses and of one that decode does', async () => {
+  const golden = readGolden(new URL('../data/golden/nano-mxfp4.json', import.meta.url));
+  const positions = Object.keys(golden.logits)
+    .map(Number)
+    .filter((position) => position > 0);
+  for (const position of positions.slice(-3)) {
+    const row = golden.logits[position]!;
+    const { top } = plainLogprobs(row, 0, 20);
+    const prompt = golden.ids.slice(0, position);
+    const first = await logged([...prompt, golden.ids[position]!], { max_tokens: 1 });
+    // The first token is forced to be the next of the prompt; the model's opinion of the second is the same one.
+    const bias = { logit_bias: { [golden.ids[position]!]: 100 }, max_tokens: 2, ignore_eos: true };
+    const second = await logged(prompt, bias);
+    for (const [body, index] of [
+      [first, 0],
+      [second, 1],
+    ] as const) {
+      const { tokens, top_logprobs: tops } = body.choices[0]!.logprobs;
+      const found = Object.values(tops[index]!).toSorted((left, right) => right - left);
+      assert.equal(tokens.length, index + 1);
+      // Both logit and sum are off by as much as a logit of ours may be.
+      for (const [rank, { logprob }] of top.entries()) {
+        const difference = Math.abs(found[rank]! - logprob);
+        assert.ok(difference <= 2 * GOLDEN_TOLERANCE + 2e-5, `position ${position}, rank ${rank}: ${difference}`);
+      }
+    }
+  }
+});
+
+test('penalties count what the answer has, on prefill and decode, and choose what they leave the likeliest', async () => {
+  const [presence, frequency] = [1.25, 0.5];
+  const fields = { presence_penalty: presence, frequency_penalty: frequency, max_tokens: 24, ignore_eos: true };
+  const { prompt_ids: prompt, output_text: text } = samples[0]!;
+  const company = Promise.all(samples.slice(1, 9).map(({ prompt_ids: ids }) => logged(ids, fields)));
+  const { choices } = await logged(prompt, fields);
+  await company;
+  const { tokens, top_logprobs: tops } = choices[0]!.logprobs;
+  assert.equal(tokens.length, 24);
+  assert.notEqual(choices[0]!.text.slice(0, text.length), text);
+  const counts = new Map<string, number>();
+  for (const [index, token] of tokens.entries()) {
+    const valueOf = (name: string): number => {
+      const count = counts.get(name) ?? 0;
+      return tops[index]![name]! - frequency * count - (count > 0 ? presence : 0);
+    };
+    const best = Object.keys(tops[index]!).reduce((most, name) => (valueOf(name) > valueOf(most) ? name : most));
+    // Names are not unique where tokens are no whole text; those that are not equal to the best must be as good.
+    if (token in tops[index]!)
+      assert.ok(valueOf(token) >= valueOf(best) - 1e-3, `token ${index}: ${token}, not ${best}`);
+    counts.set(token, (counts.get(token) ?? 0) + 1);
+  }
+  assert.deepEqual((await logged(prompt, fields)).choices, choices, 'the same alone as in company');
+  const repeated = await logged(prompt, { repetition_penalty: 1.8, max_tokens: 24, ignore_eos: true });
+  assert.notEqual(repeated.choices[0]!.text.slice(0, text.length), text);
+});
+
+test('an answer has as many tokens as it must have at least, and ends where it may', async () => {
+  const ended = samples.find(({ output_ids: ids, output_text: text }) => ids.length < 40 && text.endsWith(EOS_TEXT))!;
+  const count = ended.output_ids.length;
+  const longer = await logged(ended.prompt_ids, { min_tokens: count + 3, max_tokens: count + 8 });
+  assert.ok(longer.usage.completion_tokens >= count + 3, `${longer.usage.completion_tokens} tokens`);
+  assert.ok(!longer.choices[0]!.text.slice(0, -EOS_TEXT.length).includes(EOS_TEXT));
+  const same = await logged(ended.prompt_ids, { min_tokens: count, max_tokens: count + 8 });
+  assert.notEqual(same.usage.completion_tokens, count, 'the end would be token number min_tokens');
+  const free = await logged(ended.prompt_ids, { min_tokens: count - 1, max_tokens: count + 8 });
+  assert.deepEqual([free.choices[0]!.text, free.usage.completion_tokens], [ended.output_text, count]);
+});
+
+test('rules that leave no token end their own request, and no worker', async () => {
+  const everything = Array.from({ length: 1024 }, (_, id) => id);
+  const response = await fetch(`${cluster.url}/v1/completions`, {
+    method: 'POST',
+    headers: { 'content-type': 'application/json' },
+    body: JSON.stringify({ model: cluster.model, prompt: 'a', min_tokens: 1, stop_token_ids: everything }),
+  });
+  const { error } = (await response.json()) as { error: { message: string; code: string } };
+  assert.deepEqual([response.status, error.code], [400, 'invalid_value']);
+  assert.match(error.message, /leave no token/);
+  const { choices } = await logged(samples[0]!.prompt_ids, { max_tokens: samples[0]!.output_ids.length });
+  assert.equal(choices[0]!.text, samples[0]!.output_text);
+});
+
+test('log probabilities of a chat are the same streamed and whole, of reasoning and content', async () => {
+  const sample = samples.find(({ thinking, tools }) => thinking && tools === null)!;
+  const body = { ...chatBody(sample), logprobs: true, top_logprobs: 3 };
+  const whole = await client.chat.completions.create(body);
+  const streamed: OpenAI.ChatCompletionTokenLogprob[] = [];
+  for await (const { choices } of await client.chat.completions.create({ ...body, stream: true })) {
+    streamed.push(...(choices[0]?.logprobs?.content ?? []));
+  }
+  const { message, logprobs } = whole.choices[0]!;
+  assert.deepEqual(streamed, logprobs!.content);
+  const { reasoning_content: reasoning } = message as Message;
+  const bytes = Buffer.from(streamed.flatMap((entry) => entry.bytes ?? []));
+  assert.equal(bytes.toString().trim(), `${reasoning ?? ''}${message.content ?? ''}`.trim());
+  for (const { logprob, top_logprobs: top } of streamed) {
+    assert.equal(top.length, 3);
+    assert.equal(logprob, top[0]!.logprob, 'a greedy token is the likeliest');
+  }
+});

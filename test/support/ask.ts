@@ -11,6 +11,7 @@ import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
 import type { AppOptions } from '../../server/http.ts';
 import { createAdminGate } from '../../server/operators/admin.ts';
 import type { RoomOutcome, RoomRequest } from '../../server/rooms.ts';
+import type { TokenChoice } from '../../transfer/messages.ts';
 
 const modelDirectory = 'model/nano';
 
@@ -77,7 +78,14 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
           const ids = idsOf(output).slice(0, request.maxTokens);
           const step = output.step ?? Math.max(1, ids.length);
           for (let start = 0; start < ids.length && !isCancelled; start += step) {
-            sink.onTokens(ids.slice(start, start + step));
+            const part = ids.slice(start, start + step);
+            const { logprobs: topCount } = request.sampling;
+            if (topCount === undefined) sink.onTokens(part);
+            else
+              sink.onTokens(
+                part,
+                part.map((id, index) => choiceOf(id, start + index, topCount)),
+              );
           }
           const end: RoomOutcome =
             output.error === undefined ? { kind: output.outcome ?? 'stop' } : { kind: 'failed', error: output.error };
@@ -125,6 +133,12 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
   };
 }
 
+/** What such a room knows of the choice of `id` as token number `position` of its answer: of no two tokens the same. */
+export function choiceOf(id: number, position: number, topCount: number): TokenChoice {
+  const topIds = Array.from({ length: topCount }, (_, rank) => (7 * (id + position) + rank) % tokenizer.vocabSize);
+  return { logprob: -(position + 1) / 8, topIds, topLogprobs: topIds.map((_, rank) => -rank - (position + 1) / 16) };
+}
+
 function idsOf({ text = '', ids, outcome = 'stop' }: Output): readonly number[] {
   return ids ?? [...tokenizer.encode(text), ...(outcome === 'stop' ? [tokenizer.eosId] : [])];
 }
@@ -146,8 +160,26 @@ export interface StreamChunk {
       reasoning_content?: string;
       tool_calls?: { index: number; id?: string; type?: string; function: { name?: string; arguments: string } }[];
     };
+    logprobs: { content: LoggedEntry[] } | null;
     finish_reason: string | null;
   }[];
+}
+
+/** One token in a list of log probabilities of a chat answer. */
+export interface LoggedEntry {
+  token: string;
+  logprob: number;
+  bytes: number[];
+  top_logprobs: { token: string; logprob: number; bytes: number[] }[];
+}
+
+/** The log probabilities of each choice of a chat stream, in the order they came. */
+export function assembleLogprobs(chunks: readonly StreamChunk[]): LoggedEntry[][] {
+  const choices: LoggedEntry[][] = [];
+  for (const { index, logprobs } of chunks.flatMap((chunk) => chunk.choices)) {
+    (choices[index] ??= []).push(...(logprobs?.content ?? []));
+  }
+  return choices;
 }
 
 /** Put the choices of a chat stream together the way clients do, by their indices. */

@@ -108,11 +108,30 @@ test('a wrong chat field is refused by name', () => {
     [{ rid: 'a b' }, 'invalid_value', 'rid'],
     [{ priority: 2 ** 40 }, 'invalid_value', 'priority'],
     [{ cache_salt: 5 }, 'invalid_type', 'cache_salt'],
-    [{ logprobs: true }, 'unsupported_parameter', 'logprobs'],
-    [{ top_logprobs: '5' }, 'invalid_type', 'top_logprobs'],
-    [{ presence_penalty: 1 }, 'unsupported_parameter', 'presence_penalty'],
+    [{ logprobs: 1 }, 'invalid_type', 'logprobs'],
+    [{ logprobs: true, top_logprobs: '5' }, 'invalid_type', 'top_logprobs'],
+    [{ logprobs: true, top_logprobs: 21 }, 'invalid_value', 'top_logprobs'],
+    [{ top_logprobs: 1 }, 'invalid_value', 'top_logprobs'],
+    [{ logprobs: false, top_logprobs: 1 }, 'invalid_value', 'top_logprobs'],
+    [{ presence_penalty: 2.1 }, 'invalid_value', 'presence_penalty'],
+    [{ frequency_penalty: '1' }, 'invalid_type', 'frequency_penalty'],
+    [{ repetition_penalty: 2.1 }, 'invalid_value', 'repetition_penalty'],
+    [{ min_tokens: -1 }, 'invalid_value', 'min_tokens'],
+    [{ min_tokens: 1.5 }, 'invalid_type', 'min_tokens'],
     [{ repetition_penalty: 0 }, 'invalid_value', 'repetition_penalty'],
-    [{ logit_bias: { '5': 1 } }, 'unsupported_parameter', 'logit_bias'],
+    [{ logit_bias: [5] }, 'invalid_type', 'logit_bias'],
+    [{ logit_bias: { '1000': 1 } }, 'invalid_value', 'logit_bias'],
+    [{ logit_bias: { '05': 1 } }, 'invalid_value', 'logit_bias'],
+    [{ logit_bias: { '+5': 1 } }, 'invalid_value', 'logit_bias'],
+    [{ logit_bias: { five: 1 } }, 'invalid_value', 'logit_bias'],
+    [{ logit_bias: { '5': 101 } }, 'invalid_value', 'logit_bias.5'],
+    [{ logit_bias: { '5': '1' } }, 'invalid_type', 'logit_bias.5'],
+    [{ logit_bias: { '5': null } }, 'invalid_type', 'logit_bias.5'],
+    [
+      { logit_bias: Object.fromEntries(Array.from({ length: 1025 }, (_, id) => [id, 1])) },
+      'invalid_value',
+      'logit_bias',
+    ],
     [{ response_format: { type: 'json_schema' } }, 'missing_required_parameter', 'response_format.json_schema'],
     [{ response_format: { type: 'xml' } }, 'invalid_value', 'response_format.type'],
     [{ guided_json: {} }, 'unsupported_parameter', 'guided_json'],
@@ -160,7 +179,9 @@ test('a wrong completion field is refused by name', () => {
     [{ prompt: [[1, 0.5]] }, 'invalid_type', 'prompt[0][1]'],
     [{ prompt: { text: 'a' } }, 'invalid_type', 'prompt'],
     [{ echo: 1 }, 'invalid_type', 'echo'],
-    [{ logprobs: 0 }, 'unsupported_parameter', 'logprobs'],
+    [{ logprobs: 21 }, 'invalid_value', 'logprobs'],
+    [{ logprobs: true }, 'invalid_type', 'logprobs'],
+    [{ logprobs: '0' }, 'invalid_type', 'logprobs'],
     [{ best_of: 2 }, 'unsupported_value', 'best_of'],
     [{ suffix: 'x' }, 'unsupported_parameter', 'suffix'],
     [{ max_tokens: 0 }, 'invalid_value', 'max_tokens'],
@@ -209,6 +230,26 @@ test('constraints that would not be kept are refused by name', () => {
   assert.equal(refusal(() => chat({ return_hidden_states: true })).param, 'return_hidden_states');
   assert.equal(refusal(() => chat({ modalities: ['text', 'audio'] })).param, 'modalities');
   chat({ return_hidden_states: false });
+});
+
+test('penalties, biases, shortest answers and log probabilities go to the workers, and only where they do something', () => {
+  const neutral = { presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1, logit_bias: {}, min_tokens: 0 };
+  assert.equal(chat(neutral).sampling.rules, undefined);
+  const fields = { presence_penalty: 1, frequency_penalty: -2, repetition_penalty: 0.5, min_tokens: 3 };
+  const rules = { presencePenalty: 1, frequencyPenalty: -2, repetitionPenalty: 0.5, minTokens: 3 };
+  const { sampling, minTokens } = chat({ ...fields, logit_bias: { '7': -100, '0': 0.5 } });
+  assert.deepEqual(sampling.rules, { ...rules, biasIds: [0, 7], biases: [0.5, -100] });
+  assert.equal(minTokens, 3);
+  assert.deepEqual(
+    [{}, { logprobs: false }, { logprobs: true }, { logprobs: true, top_logprobs: 5 }].map(
+      (asked) => chat(asked).sampling.logprobs,
+    ),
+    [undefined, undefined, 0, 5],
+  );
+  assert.deepEqual(
+    [{}, { logprobs: 0 }, { logprobs: 20 }].map((asked) => completion(asked).call.sampling.logprobs),
+    [undefined, 0, 20],
+  );
 });
 
 // surface: completions.best-of
@@ -441,7 +482,8 @@ const tokens = {
   text: (id: number) => (id === 1 ? '\uFFFD' : `w${id}`),
   textOf: (ids: readonly number[]) => ids.map((id) => `w${id}`).join(''),
 };
-const dialectOf = (given: GenerationPlan) => given.createDialect({ head, usage: () => usage, tokens });
+const dialectOf = (given: GenerationPlan) =>
+  given.createDialect({ head, usage: () => usage, tokens, promptIds: () => [3, 1, 1, 4] });
 const parsed = (events: string[]) =>
   events.map((each): unknown => {
     const data = /^data: (.*)\n\n$/s.exec(each)?.[1];
@@ -547,8 +589,33 @@ test('an echo is the prompt of the choice, once, and moves the offsets of its to
   assert.deepEqual(choices[1]?.logprobs, {
     tokens: ['w2'],
     token_logprobs: [-0.5],
-    top_logprobs: [{}],
+    top_logprobs: [{ w2: -0.5 }],
     text_offset: [3],
+  });
+});
+
+test('the choices of a completion name tokens by their text, or by their bytes where it is none', () => {
+  const top = [
+    { id: 1, logprob: -0.25 },
+    { id: 4, logprob: -2 },
+  ];
+  const logged: LoggedToken[] = [{ id: 2, logprob: -3, top, offset: 0 }];
+  const [chunk] = parsed(dialectOf(completion({ logprobs: 2 })).delta(0, { kind: 'content', text: 'w2', logged }));
+  const { choices } = chunk as { choices: { logprobs: { top_logprobs: unknown } }[] };
+  assert.deepEqual(choices[0]?.logprobs.top_logprobs, [{ 'bytes:\\xe4': -0.25, w4: -2, w2: -3 }]);
+});
+
+test('an echoed prompt is listed token by token, without log probabilities, which are not known', () => {
+  const dialect = dialectOf(completion({ prompt: 'w3..w4', echo: true, logprobs: 1 }));
+  const [chunk] = parsed(dialect.finish(0, finish));
+  const { choices } = chunk as { choices: { logprobs: unknown }[] };
+  const nothing = [null, null, null, null];
+  assert.deepEqual(choices[0]?.logprobs, {
+    tokens: ['w3', '\uFFFD', '\uFFFD', 'w4'],
+    token_logprobs: nothing,
+    top_logprobs: nothing,
+    // Two first bytes of a character: the first shows itself when the second comes, that one when `w` does.
+    text_offset: [0, 2, 2, 3],
   });
 });
 
