@@ -5,7 +5,15 @@
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
 import fc from 'fast-check';
-import { assemble, assembleLogprobs, chunksOf, openApp, tokenizer, type LoggedEntry } from '../support/ask.ts';
+import {
+  assemble,
+  assembleLogprobs,
+  choiceOf,
+  chunksOf,
+  openApp,
+  tokenizer,
+  type LoggedEntry,
+} from '../support/ask.ts';
 
 const app = openApp();
 after(() => app.close());
@@ -219,4 +227,54 @@ test(`completion chunks put together are the body, each token with its place in 
     { seed, numRuns: 100 },
   );
   assert.ok(tokenCount > 500, `only ${tokenCount} tokens`);
+});
+
+test('log probabilities of /generate and /v1/responses are those of the tokens, the same streamed and whole', async () => {
+  const text = 'one 世 two';
+  const ids = tokenizer.encode(text);
+  const choices = ids.map((id, index) => choiceOf(id, index, 2));
+  const dataOf = (stream: string): Record<string, unknown>[] =>
+    stream
+      .split('\n')
+      .filter((line) => line.startsWith('data: {'))
+      .map((line) => JSON.parse(line.slice('data: '.length)) as Record<string, unknown>);
+
+  const asked = { text: 'a', return_logprob: true, top_logprobs_num: 2, return_text_in_logprobs: true };
+  const generated = JSON.parse((await app.post('/generate', asked, { text })).body) as { meta_info: object };
+  const meta = generated.meta_info as Record<string, unknown>;
+  const entry = (id: number, logprob: number) => [logprob, id, tokenizer.decode([id])];
+  assert.deepEqual(
+    meta['output_token_logprobs'],
+    ids.map((id, index) => entry(id, choices[index]!.logprob)),
+  );
+  assert.deepEqual(
+    meta['output_top_logprobs'],
+    choices.map(({ topIds, topLogprobs }) => topIds.map((id, rank) => entry(id, topLogprobs[rank]!))),
+  );
+  const events = dataOf((await app.post('/generate', { ...asked, stream: true }, { text, step: 1 })).body);
+  assert.deepEqual({ ...(events.at(-1)!['meta_info'] as object), id: meta['id'] }, meta);
+  const refused = await app.post('/generate', { ...asked, logprob_start_len: 0 });
+  assert.match(refused.body, /"param":"logprob_start_len"/);
+
+  const request = { input: 'hi', reasoning: { effort: 'none' }, top_logprobs: 2 };
+  const body = JSON.parse((await app.post('/v1/responses', request, { text })).body) as {
+    top_logprobs: number;
+    output: { content: { logprobs: { bytes: number[]; logprob: number }[] }[] }[];
+  };
+  const { logprobs } = body.output[0]!.content[0]!;
+  assert.equal(body.top_logprobs, 2);
+  assert.deepEqual(
+    logprobs.map(({ bytes, logprob }) => [bytes, logprob]),
+    ids.map((id, index) => [[...tokenizer.tokenBytes(id)], choices[index]!.logprob]),
+  );
+  const streamed = dataOf((await app.post('/v1/responses', { ...request, stream: true }, { text, step: 1 })).body);
+  const deltas = streamed.filter(({ type }) => type === 'response.output_text.delta');
+  assert.deepEqual(
+    deltas.flatMap((each) => each['logprobs'] as object[]),
+    logprobs,
+  );
+  const plain = await app.post('/v1/responses', { ...request, top_logprobs: 0 }, { text });
+  assert.match(plain.body, /"logprobs":\[\]/);
+  const included = { ...request, top_logprobs: 0, include: ['message.output_text.logprobs'] };
+  assert.doesNotMatch((await app.post('/v1/responses', included, { text })).body, /"logprobs":\[\]/);
 });

@@ -253,7 +253,7 @@ interface Logged {
 }
 
 /** A greedy completion with the 20 likeliest tokens of each of its own. */
-async function logged(prompt: readonly number[], fields: object): Promise<Logged> {
+async function logged(prompt: string | readonly number[], fields: object): Promise<Logged> {
   const body = { model: cluster.model, prompt, temperature: 0, skip_special_tokens: false, logprobs: 20, ...fields };
   return post<Logged>('/v1/completions', body);
 }
@@ -290,13 +290,15 @@ test('log probabilities are those of the reference, of the token that prefill ch
 test('penalties count what the answer has, on prefill and decode, and choose what they leave the likeliest', async () => {
   const [presence, frequency] = [1.25, 0.5];
   const fields = { presence_penalty: presence, frequency_penalty: frequency, max_tokens: 24, ignore_eos: true };
-  const { prompt_ids: prompt, output_text: text } = samples[0]!;
+  // Nothing that nano was trained for: there it is too sure to be moved by any penalty.
+  const prompt = 'Once upon a time the the';
+  const plain = await logged(prompt, { max_tokens: 24, ignore_eos: true });
   const company = Promise.all(samples.slice(1, 9).map(({ prompt_ids: ids }) => logged(ids, fields)));
   const { choices } = await logged(prompt, fields);
   await company;
   const { tokens, top_logprobs: tops } = choices[0]!.logprobs;
   assert.equal(tokens.length, 24);
-  assert.notEqual(choices[0]!.text.slice(0, text.length), text);
+  assert.notEqual(choices[0]!.text, plain.choices[0]!.text);
   const counts = new Map<string, number>();
   for (const [index, token] of tokens.entries()) {
     const valueOf = (name: string): number => {
@@ -311,7 +313,7 @@ test('penalties count what the answer has, on prefill and decode, and choose wha
   }
   assert.deepEqual((await logged(prompt, fields)).choices, choices, 'the same alone as in company');
   const repeated = await logged(prompt, { repetition_penalty: 1.8, max_tokens: 24, ignore_eos: true });
-  assert.notEqual(repeated.choices[0]!.text.slice(0, text.length), text);
+  assert.notEqual(repeated.choices[0]!.text, plain.choices[0]!.text);
 });
 
 test('an answer has as many tokens as it must have at least, and ends where it may', async () => {

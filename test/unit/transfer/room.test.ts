@@ -307,3 +307,25 @@ test('unanswered messages are sent again at 100 ms, doubling to 2 s, until answe
   }
   assert.deepEqual(sentAtMs, [101, 301, 701, 1501, 3101, 5101, 7101]);
 });
+
+test('choices come with their tokens, and each once', () => {
+  const room = reach(['pair', 'accepted P', 'accepted D']);
+  const choices = [-1, -2, -3].map((logprob) => ({ logprob, topIds: [], topLogprobs: [] }));
+  const tokensAt = (position: number, tokens: number[]): RoomEvent => {
+    const row = { key: KEY, position, tokens, choices: choices.slice(position, position + tokens.length) };
+    return { type: 'tokens', epoch: D, ...row, nowMs: 1 };
+  };
+  const delivered = [tokensAt(0, [10, 11]), tokensAt(1, [11, 12])].flatMap((event) => stepRoom(room, event, LIMITS));
+  assert.deepEqual(delivered, [
+    { type: 'deliver', position: 0, tokens: [10, 11], choices: choices.slice(0, 2) },
+    { type: 'deliver', position: 2, tokens: [12], choices: choices.slice(2) },
+  ]);
+});
+
+test('a request whose rules leave no token is not tried again', () => {
+  const room = reach(['pair', 'accepted P', 'accepted D']);
+  const end = { type: 'end', key: KEY, tokenCount: 0, nowMs: 1 } as const;
+  stepRoom(room, { ...end, epoch: P, outcome: { ok: false, reason: 'unsatisfiable' } }, LIMITS);
+  const last = stepRoom(room, { ...end, epoch: D, outcome: { ok: false, reason: 'peer_aborted' } }, LIMITS);
+  assert.equal(shorten(last), 'D:end_ack outcome:unsatisfiable close');
+});
