@@ -436,6 +436,7 @@ async function loggedOf(request: object, output: Output): Promise<LoggedEntry[]>
   return entries;
 }
 
+// surface: answer.logprobs
 test('api-bugs 52, 55: every token has its own likeliest ones, streamed or not, however many a step brings', async () => {
   const request = { messages: [user('x')], ...off, logprobs: true, top_logprobs: 3 };
   const text = 'one two 世 three';

@@ -217,11 +217,13 @@ test('api-bugs 53: top_logprobs as a string is a 400 that names it', async () =>
   }
 });
 
+// surface: chat.logit-bias
 test('api-bugs 62: a bias of a token that there is comes to the workers', async () => {
   const { room } = await app.post(path, { ...off, messages, logit_bias: { '9': 5 } }, { text: 'x' });
   assert.deepEqual([room?.sampling.rules?.biasIds, room?.sampling.rules?.biases], [[9], [5]]);
 });
 
+// surface: chat.min-tokens
 test('an answer that is to be longer than it may be is refused', async () => {
   const found = await refusal({ ...off, min_tokens: 6, max_tokens: 5 });
   assert.deepEqual([found.status, found.param], [400, 'min_tokens']);

@@ -184,6 +184,7 @@ function assembleCompletion(bodies: readonly { choices: CompletionChoice[] }[]):
   return choices;
 }
 
+// surface: completions.logprobs, completions.echo
 test(`completion chunks put together are the body, each token with its place in the text (seed ${seed})`, async () => {
   let tokenCount = 0;
   const way = fc.record({
@@ -229,6 +230,7 @@ test(`completion chunks put together are the body, each token with its place in 
   assert.ok(tokenCount > 500, `only ${tokenCount} tokens`);
 });
 
+// surface: generate.stream, answer.logprobs
 test('log probabilities of /generate and /v1/responses are those of the tokens, the same streamed and whole', async () => {
   const text = 'one 世 two';
   const ids = tokenizer.encode(text);

@@ -258,6 +258,7 @@ async function logged(prompt: string | readonly number[], fields: object): Promi
   return post<Logged>('/v1/completions', body);
 }
 
+// surface: completions.logprobs, chat.logit-bias
 test('log probabilities are those of the reference, of the token that prefill chooses and of one that decode does', async () => {
   const golden = readGolden(new URL('../data/golden/nano-mxfp4.json', import.meta.url));
   const positions = Object.keys(golden.logits)
@@ -287,6 +288,7 @@ test('log probabilities are those of the reference, of the token that prefill ch
   }
 });
 
+// surface: chat.penalties, chat.repetition
 test('penalties count what the answer has, on prefill and decode, and choose what they leave the likeliest', async () => {
   const [presence, frequency] = [1.25, 0.5];
   const fields = { presence_penalty: presence, frequency_penalty: frequency, max_tokens: 24, ignore_eos: true };
@@ -316,6 +318,7 @@ test('penalties count what the answer has, on prefill and decode, and choose wha
   assert.notEqual(repeated.choices[0]!.text, plain.choices[0]!.text);
 });
 
+// surface: chat.min-tokens
 test('an answer has as many tokens as it must have at least, and ends where it may', async () => {
   const ended = samples.find(({ output_ids: ids, output_text: text }) => ids.length < 40 && text.endsWith(EOS_TEXT))!;
   const count = ended.output_ids.length;
@@ -342,6 +345,7 @@ test('rules that leave no token end their own request, and no worker', async () 
   assert.equal(choices[0]!.text, samples[0]!.output_text);
 });
 
+// surface: chat.logprobs
 test('log probabilities of a chat are the same streamed and whole, of reasoning and content', async () => {
   const sample = samples.find(({ thinking, tools }) => thinking && tools === null)!;
   const body = { ...chatBody(sample), logprobs: true, top_logprobs: 3 };

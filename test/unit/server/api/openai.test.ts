@@ -232,6 +232,7 @@ test('constraints that would not be kept are refused by name', () => {
   chat({ return_hidden_states: false });
 });
 
+// surface: chat.penalties, chat.repetition, chat.logit-bias, chat.logprobs, completions.logprobs
 test('penalties, biases, shortest answers and log probabilities go to the workers, and only where they do something', () => {
   const neutral = { presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1, logit_bias: {}, min_tokens: 0 };
   assert.equal(chat(neutral).sampling.rules, undefined);
