@@ -15,10 +15,13 @@ const PAGES = 10;
 const QUIET_MS = 5000;
 
 const random = createPrng(SEED);
-const requests: readonly CompletionRequest[] = Array.from({ length: STREAMS }, () => ({
+/** Every other one is drawn under penalties, whose counts go over retractions too. */
+const PENALTIES = { temperature: 1, presence_penalty: 0.7, frequency_penalty: 0.3, repetition_penalty: 1.2 };
+const requests: readonly CompletionRequest[] = Array.from({ length: STREAMS }, (_, index) => ({
   prompt: randomPrompt(random, 40 + Math.floor(random() * 100)),
   maxTokens: OUTPUT_TOKENS,
   ignoreEos: true,
+  ...(index % 2 === 0 ? {} : { extra: { ...PENALTIES, seed: index } }),
 }));
 /** The text of each request when it has the workers for itself. */
 const alone: string[] = [];
