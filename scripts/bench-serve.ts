@@ -115,9 +115,13 @@ function spread(values: readonly number[]): { median: number; p10: number; p90: 
 /** Start `handoff all` on free ports; resolves with its URL once the router listens. */
 async function startServer(flags: readonly string[]): Promise<{ url: string; child: ChildProcess }> {
   const ports = ['--port', '0', '--prefill-port', '0', '--decode-port', '0'];
-  const child = spawn(process.execPath, ['--import', 'tsx', 'server/main.ts', 'all', ...ports, ...flags], {
-    stdio: ['ignore', 'pipe', 'inherit'],
-  });
+  const child = spawn(
+    process.execPath,
+    ['--import', 'tsx', 'server/main.ts', 'all', '--log-level', 'warn', ...ports, ...flags],
+    {
+      stdio: ['ignore', 'pipe', 'inherit'],
+    },
+  );
   return new Promise((resolve, reject) => {
     let text = '';
     child.once('exit', (code) => reject(new Error(`the server ended with ${code}`)));

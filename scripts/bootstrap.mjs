@@ -36,6 +36,7 @@ if (file === undefined) {
 if (!dependenciesMatchLock()) {
   console.error('Installing dependencies (once, and when package-lock.json changes).');
   const code = await run(npmCommand('ci', '--include=dev', '--ignore-scripts', '--no-progress'), ['ignore', 2, 2]);
+  if (code > 128) process.exit(code); // a signal: somebody changed his mind
   if (code !== 0) {
     console.error('npm ci failed. The first start needs a network (or a filled npm cache); later ones do not.');
     process.exit(code);

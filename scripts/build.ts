@@ -11,7 +11,12 @@ import { join } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { askGit, CODE_PATHS, digestCode, type BuildStamp } from '../server/operators/build-info.ts';
 import { digestModel } from '../server/model-digest.ts';
+import { parseCommandLine } from './command-line.ts';
 
+parseCommandLine(
+  'npm run build\n\nWrites dist/, which is what the package carries. Prints nothing unless it fails.',
+  {},
+);
 const root = fileURLToPath(new URL('..', import.meta.url));
 const dist = join(root, 'dist');
 const entry = join(dist, 'server/main.js');

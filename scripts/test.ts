@@ -47,7 +47,10 @@ interface Totals {
 const HELP = `
 npm test [-- SUITE or FILE ...] [-- OPTIONS]
 
-  SUITE           ${['static', ...suites.map(({ name }) => name)].join(', ')}; all by default
+  SUITE           ${['static', ...suites.map(({ name }) => name)].join(', ')}; by default all but ${suites
+    .filter(({ asked }) => asked)
+    .map(({ name }) => name)
+    .join(' and ')}
   FILE            a path under test/, without .test.ts: chaos/links
   --grep PATTERN  tests whose name matches
   --seed N        of the tests that draw at random

@@ -104,6 +104,10 @@ export interface AllConfig extends Common, Listening {
   readonly prefillPort: number;
   readonly decodePort: number;
   readonly adapter: string | null;
+  /** What requests call the model, first of all its names. */
+  readonly servedName: string;
+  /** Whether requests must show a key. */
+  readonly needsKey: boolean;
   /** Keys and passwords for the children, by variable: anybody may read the arguments of a process. */
   readonly childEnvironment: Readonly<Record<string, string>>;
   /** What SIGTERM leaves to running requests. */
@@ -1432,6 +1436,8 @@ function buildConfig(command: Command, settings: Settings, given: Given): Exclud
         prefillPort: settings.prefillPort,
         decodePort: settings.decodePort,
         adapter: settings.adapter,
+        servedName: settings.servedModelName?.[0] ?? modelName(common),
+        needsKey: (settings.apiKey ?? []).length > 0,
         childEnvironment: childEnvironment(settings),
         drainMs: settings.drainGrace,
         childFlags: {

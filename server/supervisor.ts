@@ -17,7 +17,7 @@ import { createServer } from 'node:net';
 import { availableParallelism } from 'node:os';
 import { fileURLToPath } from 'node:url';
 import type { Logger } from 'pino';
-import { flagOf, modelName } from './config.ts';
+import { flagOf } from './config.ts';
 import type { AllConfig, WorkerRole } from './config.ts';
 
 /** Where a process listens. Workers have all three. */
@@ -362,17 +362,16 @@ export function describeCluster(config: AllConfig, processes: readonly ProcessVi
   const url = processes.find(({ role }) => role === 'router')?.addresses?.http ?? '';
   // A wildcard address is not one to connect to.
   const reachable = url.replace(/\/\/(0\.0\.0\.0|\[::\])/, '//127.0.0.1');
-  const body = JSON.stringify({
-    model: modelName(config),
-    temperature: 0,
-    messages: [{ role: 'user', content: 'Dora works as a farmer. Yara lives in Cairo.\n\nWhat is the job of Dora?' }],
-  });
+  const content = 'Mia lives in Oslo. The code of the red lamp is 417. What is the code of the red lamp?';
+  const body = JSON.stringify({ model: config.servedName, temperature: 0, messages: [{ role: 'user', content }] });
+  const headers = ["-H 'content-type: application/json'"];
+  if (config.needsKey) headers.push('-H "authorization: Bearer $HANDOFF_API_KEY"');
   return [
     ...lines,
     '',
-    `Serving ${modelName(config)} on ${reachable}. Try:`,
+    `Serving ${config.servedName} on ${reachable}. Try:`,
     '',
-    `curl ${reachable}/v1/chat/completions -H 'content-type: application/json' -d '${body.replaceAll("'", "'\\''")}'`,
+    `curl ${reachable}/v1/chat/completions ${headers.join(' ')} -d '${body.replaceAll("'", "'\\''")}'`,
   ];
 }
 

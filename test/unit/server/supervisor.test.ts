@@ -344,4 +344,8 @@ test('the summary shows each process and a curl line that a client can reach', (
     'decode-0  34   http://127.0.0.1:8200  tcp://127.0.0.1:1  tcp://127.0.0.1:2',
   ]);
   assert.match(lines.at(-1)!, /^curl http:\/\/127\.0\.0\.1:8123\/v1\/chat\/completions .*"model":"nano"/);
+  assert.doesNotMatch(lines.at(-1)!, /authorization/);
+  const named = describeCluster(allConfig('--served-model-name=other', '--api-key=secret'), []);
+  assert.match(named.at(-1)!, /-H "authorization: Bearer \$HANDOFF_API_KEY" .*"model":"other"/);
+  assert.doesNotMatch(named.join(), /secret/);
 });
