@@ -23,8 +23,8 @@ interface Job {
 }
 
 /**
- * An encoder for the checkpoint in `modelDirectory`. Its thread starts with the first prompt and does not keep the
- * process alive.
+ * An encoder for the checkpoint in `modelDirectory`. Its thread starts with the first prompt and keeps the process
+ * alive while it has one.
  */
 export function createEncoder(modelDirectory: string): EncodeAside {
   const waiting = new Set<Job>();
@@ -34,7 +34,6 @@ export function createEncoder(modelDirectory: string): EncodeAside {
   function startThread(): Worker {
     const workerData: EncoderThreadData = { modelDirectory };
     const started = openThread(workerData);
-    started.unref();
     started.on('message', (ids: Uint32Array) => settle((job) => job.resolve(Array.from(ids))));
     const die = (cause: unknown): void => {
       if (thread !== started) return;
@@ -49,6 +48,7 @@ export function createEncoder(modelDirectory: string): EncodeAside {
   function settle(act: (job: Job) => void): void {
     const job = running;
     running = null;
+    thread?.unref();
     if (job !== null) act(job);
     next();
   }
@@ -59,13 +59,25 @@ export function createEncoder(modelDirectory: string): EncodeAside {
     waiting.delete(job);
     running = job;
     thread ??= startThread();
+    thread.ref();
     thread.postMessage(job.prompt);
   }
 
   return (prompt, signal) =>
     new Promise((resolve, reject) => {
       if (signal.aborted) return resolve(null);
-      const job: Job = { prompt, resolve, reject };
+      const settled = (): void => signal.removeEventListener('abort', leave);
+      const job: Job = {
+        prompt,
+        resolve(ids) {
+          settled();
+          resolve(ids);
+        },
+        reject(error) {
+          settled();
+          reject(error as Error);
+        },
+      };
       const leave = (): void => {
         waiting.delete(job);
         resolve(null);
