@@ -247,6 +247,38 @@ describe('openai', () => {
     }
   });
 
+  // surface: chat.logprobs, chat.logit-bias, completions.logprobs
+  test('gets log probabilities with a chat answer and a text, and can steer the choice of tokens', async () => {
+    const body = { ...asked, messages: [...hello], logprobs: true, top_logprobs: 2 };
+    const whole = await client.chat.completions.create(body);
+    const logged = whole.choices[0]!.logprobs!.content!;
+    assert.ok(logged.length > 0);
+    for (const { logprob, top_logprobs: top, bytes } of logged) {
+      assert.ok(logprob <= 0 && top.length === 2 && top[0]!.logprob === logprob && bytes !== null);
+    }
+    const streamed = await client.chat.completions.stream(body).finalChatCompletion();
+    assert.deepEqual(streamed.choices[0]!.logprobs!.content, logged);
+    const text = { ...asked, prompt: 'The code of the', max_tokens: 1, logprobs: 3 };
+    const first = (await client.completions.create(text)).choices[0]!;
+    assert.equal(first.logprobs!.tokens![0], first.text);
+    const { tokens } = (await (
+      await fetch(`${cluster.url}/tokenize`, {
+        method: 'POST',
+        headers: { 'content-type': 'application/json' },
+        body: JSON.stringify({ prompt: first.text }),
+      })
+    ).json()) as { tokens: number[] };
+    assert.equal(tokens.length, 1);
+    const banned = await client.completions.create({ ...text, logit_bias: { [tokens[0]!]: -100 } });
+    assert.notEqual(banned.choices[0]!.text, first.text);
+    const penalised = { ...text, max_tokens: 60, presence_penalty: 2, frequency_penalty: 2 };
+    const [free, varied] = [
+      await client.completions.create({ ...text, max_tokens: 60 }),
+      await client.completions.create(penalised),
+    ].map(({ choices }) => new Set(choices[0]!.logprobs!.tokens).size);
+    assert.ok(varied! > free!, `${varied} tokens of 60 are different, ${free} without penalties`);
+  });
+
   test('leaves a stream by break, by its controller, by a signal, and a whole answer by a signal', async () => {
     const body = { ...asked, messages: [...endless] };
     await givesUp(async () => {
@@ -416,10 +448,13 @@ describe('@langchain/openai', () => {
     assert.deepEqual(paths, [FILE.name, FILE.name]);
   });
 
-  test('gets an object by a schema or by a call', async () => {
+  test('gets an object by a schema or by a call, and log probabilities', async () => {
     for (const method of ['jsonSchema', 'functionCalling'] as const) {
       assertPerson(await model.withStructuredOutput(personSchema, { name: 'person', method }).invoke(PERSON));
     }
+    const logged = await new ChatOpenAI({ ...options(), logprobs: true, topLogprobs: 1 }).invoke('Hello');
+    const { content } = logged.response_metadata['logprobs'] as { content: unknown[] };
+    assert.ok(content.length > 0);
   });
 
   test('continues a text', async () => {
