@@ -145,6 +145,7 @@ export function createTurns(options: TurnsOptions): Turns {
           turn.leave();
           refuse(new ApiError('queue_timeout', 'The request has waited too long for its turn.'));
         }, options.maxWaitMs);
+        timer.unref(); // its connection holds the process, not the clock
         waiter = { rooms, start, timer };
         line.waiting.add(waiter);
       }
