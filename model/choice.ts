@@ -100,12 +100,12 @@ export interface StepChoices {
 /** A step that asks for nothing. */
 export const NO_CHOICES: StepChoices = { ruledCount: 0, logged: [] };
 
-// Edits of one step: enough for a thousand different tokens of each of 256 sequences; a step with more is cut.
+// Edits of one step, where the adapter binds as much: enough for a thousand different tokens of each of 256 sequences.
 const EDIT_BYTES = 4 * 1024 * 1024;
 
-/** Edits that one step holds; those of any one sequence at least. */
-export function maxEditsOf(vocabulary: number): number {
-  return Math.max(2 * vocabulary, Math.floor(EDIT_BYTES / (4 * EDIT_WORDS)));
+/** Edits that one step holds, those of any one sequence at least; a step with more is cut. */
+export function maxEditsOf(device: Device, vocabulary: number): number {
+  return Math.max(2 * vocabulary, Math.floor(Math.min(EDIT_BYTES, device.bindingBytes) / (4 * EDIT_WORDS)));
 }
 
 export function allocateChoiceWorkspace(device: Device, config: ModelConfig, limits: ModelLimits): ChoiceWorkspace {

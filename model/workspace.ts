@@ -139,7 +139,7 @@ export function modelLimits(
     maxSequences: asked.maxSequences,
     maxPositions,
     maxPages: Math.ceil(maxPositions / config.pageTokens),
-    maxEdits: maxEditsOf(config.vocabSize),
+    maxEdits: maxEditsOf(device, config.vocabSize),
     maxSampled: Math.min(
       maxRows,
       rowsThatBind(config.vocabSize),

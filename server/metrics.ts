@@ -216,7 +216,7 @@ const METRICS = {
   constrained: {
     name: 'handoff_constrained_answers_total',
     type: 'counter',
-    help: 'Answers held to a schema or a tool, by whether they are what they were held to, were cut off, or are not.',
+    help: 'Answers held to a schema or a tool, by what became of them: met, cut (off by a limit), violated (see the log).',
     labels: ['outcome'],
     on: ROUTER,
   },
