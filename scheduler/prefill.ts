@@ -40,6 +40,7 @@ import {
   type Reason,
   type RoomKey,
   type RouterToWorker,
+  type Salt,
   type SubmitMessage,
 } from '../transfer/messages.ts';
 import { createSender, nextRead, readingBytes, stepSender, type Sender, type SenderEvent } from '../transfer/sender.ts';
@@ -125,6 +126,8 @@ export interface PrefillRoom {
   lease: Lease | null;
   /** Of the prompt's whole pages; none until submit, or if nothing is cached. */
   hashes: PromptHashes;
+  /** Of the prompt; null until submit. */
+  salt: Salt;
   /** The state from which its next step starts, held until that step begins; null: its slot has it. */
   resume: StateId | null;
   /** Where its prompt and another one's were seen to part, which is where a third may go on: a step ends there. */
@@ -350,10 +353,10 @@ function chunkEnd(
 /** Other rooms may have computed more of a room's prompt since it was admitted: it reads that instead. */
 function joinDeeper(state: PrefillState, room: PrefillRoom, lease: Lease): void {
   const { cache, pools, limits } = state;
-  const { sender, request, hashes } = room;
+  const { sender, request, salt, hashes } = room;
   const { shared, owner } = lease;
   if (request === null || hashes.length === 0 || sender.computedTokens !== shared * limits.pageTokens) return;
-  const prompt = { tokens: request.promptTokens, hashes };
+  const prompt = { tokens: request.promptTokens, salt, hashes };
   const path = findPath(cache, prompt, shared, lease.pages[shared - 1] ?? null);
   room.branchTokens = Math.max(room.branchTokens, (shared + path.length) * limits.pageTokens);
   const usable = path.slice(0, usableLength(cache, path));
@@ -538,9 +541,10 @@ function onSubmit(
     }
     room = createRoom(state, key, message.decode, message.digest, message.promptTokens.length, nowMs);
   }
-  const { promptTokens, sampling, maxTokens, stopTokens, budgetMs } = message;
+  const { promptTokens, sampling, maxTokens, stopTokens, salt, budgetMs } = message;
   const deadlineMs = nowMs + budgetMs;
-  if (isCaching(state.cache)) room.hashes = hashPrompt(state.cache, promptTokens);
+  room.salt = salt;
+  if (isCaching(state.cache)) room.hashes = hashPrompt(state.cache, promptTokens, salt);
   room.request = { promptTokens, sampling, maxTokens, stopTokens, deadlineMs };
   accept(state, router, key, effects);
   const digest = promptDigest(promptTokens, limits.modelDigest);
@@ -586,6 +590,7 @@ function createRoom(
     request: null,
     lease: null,
     hashes: [],
+    salt: null,
     resume: null,
     branchTokens: 0,
     cachedTokens: 0,
@@ -715,7 +720,7 @@ function onStepDone(
 /** What a step computed enters the cache, before any of it is read, unless its room has been stopped meanwhile. */
 function publish(
   state: PrefillState,
-  { sender, request, lease, hashes }: PrefillRoom,
+  { sender, request, lease, salt, hashes }: PrefillRoom,
   end: number,
   keep: StateId | null,
 ): void {
@@ -725,7 +730,7 @@ function publish(
     if (keep !== null) giveBack(cache.states, [keep], lease.owner);
     return;
   }
-  publishPrefix(cache, pools, lease, { prompt: { tokens: request.promptTokens, hashes }, end, state: keep });
+  publishPrefix(cache, pools, lease, { prompt: { tokens: request.promptTokens, salt, hashes }, end, state: keep });
 }
 
 /** A prompt is computed: count it, and tell its router how much of it was cached. */
@@ -836,8 +841,9 @@ function closeRoom(
 }
 
 /** What a room has verified is copied to the tier, which reads it until then. */
-function stash(state: PrefillState, key: RoomKey, { lease, request }: PrefillRoom, effects: WorkerEffect[]): void {
+function stash(state: PrefillState, key: RoomKey, room: PrefillRoom, effects: WorkerEffect[]): void {
   const { cache, pools, limits, stashes } = state;
+  const { lease, request, salt } = room;
   if (!limits.hasTier || lease === null || request === null) return;
   const path = lease.pages.slice(0, lease.shared).filter((page) => cache.pages.has(page));
   const { pages, states } = takeUnstashed(cache, path);
@@ -846,7 +852,7 @@ function stash(state: PrefillState, key: RoomKey, { lease, request }: PrefillRoo
   const owner = `stash ${key}`;
   holdPrefix(cache, pools, { pages: path, states: held }, owner);
   stashes.set(key, { owner, pages: path, shared: path.length, states: held });
-  effects.push({ type: 'stash', key, tokens: request.promptTokens, pages, states });
+  effects.push({ type: 'stash', key, tokens: request.promptTokens, salt, pages, states });
 }
 
 /**
@@ -885,7 +891,7 @@ function admitWaiting(state: PrefillState, nowMs: number, effects: WorkerEffect[
 /** If the tier may have more of the prompt than the cache, it is asked before anything is computed. */
 function askTier(state: PrefillState, key: RoomKey, room: PrefillRoom, effects: WorkerEffect[]): void {
   const { cache, limits } = state;
-  const { lease, request, hashes } = room;
+  const { lease, request, salt, hashes } = room;
   if (!limits.hasTier || lease === null || request === null) return;
   const { pages, shared, slot, owner } = lease;
   const most = Math.floor((request.promptTokens.length - 1) / limits.pageTokens);
@@ -894,7 +900,7 @@ function askTier(state: PrefillState, key: RoomKey, room: PrefillRoom, effects: 
   room.fetching = { keep };
   stepSender(room.sender, { type: 'step_started' }, limits);
   const tokens = request.promptTokens;
-  effects.push({ type: 'fetch', key, tokens, from: shared, pages: pages.slice(0, most), slot, keep });
+  effects.push({ type: 'fetch', key, tokens, salt, from: shared, pages: pages.slice(0, most), slot, keep });
 }
 
 function onFetched(
@@ -921,9 +927,9 @@ function onFetched(
 }
 
 /** Cached pages from which a room can start. */
-function usablePrefix({ cache }: PrefillState, { request, hashes }: PrefillRoom): PageId[] {
+function usablePrefix({ cache }: PrefillState, { request, salt, hashes }: PrefillRoom): PageId[] {
   if (request === null || hashes.length === 0) return [];
-  const path = findPath(cache, { tokens: request.promptTokens, hashes }, 0, null);
+  const path = findPath(cache, { tokens: request.promptTokens, salt, hashes }, 0, null);
   return path.slice(0, usableLength(cache, path));
 }
 

@@ -14,8 +14,10 @@
  * computed and is *verified* once a room that reads it has been handed over whole. If a room fails, all that it reads
  * and that is not verified leaves the tree with everything that hangs on it; who reads it still goes on.
  *
+ * Each salt has a tree of its own: prompts that clients want apart share nothing, though their tokens be the same.
+ *
  * The cache never keeps a page that a room needs: idle leaves go, the longest unused first. Nodes are found by a hash of
- * all tokens up to their end; what decides is a comparison of the tokens.
+ * the salt and all tokens up to their end; what decides is a comparison of both.
  */
 
 import { crc32c } from '../transfer/checksum.ts';
@@ -31,7 +33,7 @@ import {
   take,
   type Ledger,
 } from '../transfer/ledger.ts';
-import type { PageId } from '../transfer/messages.ts';
+import type { PageId, Salt } from '../transfer/messages.ts';
 import type { Lease, Pools } from './pages.ts';
 import type { StateId } from './types.ts';
 
@@ -41,7 +43,9 @@ export interface CachedPage {
   /** The page before it, or null at the beginning of a prompt. */
   parent: PageId | null;
   children: PageId[];
-  /** Of all tokens up to its end. */
+  /** Of the prompts that may read it, and so of all that hangs on it. */
+  salt: Salt;
+  /** Of that and all tokens up to its end. */
   hash: number;
   /** Those it holds: `pageTokens`. */
   tokens: Uint32Array;
@@ -82,6 +86,13 @@ export interface PrefixCounts {
 /** What a room knows of its prompt: the hash up to the end of each whole page. */
 export type PromptHashes = readonly number[];
 
+/** A prompt as it is looked for. */
+export interface HashedPrompt {
+  tokens: Uint32Array;
+  salt: Salt;
+  hashes: PromptHashes;
+}
+
 /** An empty cache. Without states it keeps nothing. */
 export function createPrefixCache(pageTokens: number, stateCount: number, strict: boolean): PrefixCache {
   return {
@@ -102,9 +113,9 @@ export function isCaching(cache: PrefixCache): boolean {
 }
 
 /** Hashes of a prompt's whole pages. */
-export function hashPrompt(cache: PrefixCache, tokens: Uint32Array): PromptHashes {
+export function hashPrompt(cache: PrefixCache, tokens: Uint32Array, salt: Salt): PromptHashes {
   const hashes: number[] = [];
-  let hash = 0;
+  let hash = salt === null ? 0 : crc32c(new TextEncoder().encode(salt));
   for (let end = cache.pageTokens; end <= tokens.length; end += cache.pageTokens) {
     hash = hashPage(tokens.subarray(end - cache.pageTokens, end), hash);
     hashes.push(hash);
@@ -116,12 +127,7 @@ export function hashPrompt(cache: PrefixCache, tokens: Uint32Array): PromptHashe
  * Nodes that hold a prompt's tokens from page `from` on, as far as there are any; `parent` is the page before. They end
  * before the last token of the prompt: that one must be computed to know what follows it.
  */
-export function findPath(
-  cache: PrefixCache,
-  prompt: { tokens: Uint32Array; hashes: PromptHashes },
-  from: number,
-  parent: PageId | null,
-): PageId[] {
+export function findPath(cache: PrefixCache, prompt: HashedPrompt, from: number, parent: PageId | null): PageId[] {
   const path: PageId[] = [];
   if (parent !== null && !cache.pages.has(parent)) return path; // it has left the tree
   const most = Math.floor((prompt.tokens.length - 1) / cache.pageTokens);
@@ -202,7 +208,7 @@ export function publishPrefix(
   cache: PrefixCache,
   pools: Pools,
   lease: Lease,
-  { prompt, end, state }: { prompt: { tokens: Uint32Array; hashes: PromptHashes }; end: number; state: StateId | null },
+  { prompt, end, state }: { prompt: HashedPrompt; end: number; state: StateId | null },
 ): void {
   const { pageTokens } = cache;
   const pageCount = Math.floor(end / pageTokens);
@@ -220,6 +226,7 @@ export function publishPrefix(
         page: own,
         parent,
         children: [],
+        salt: prompt.salt,
         hash,
         tokens,
         state: null,
@@ -333,13 +340,14 @@ export function auditPrefix(
   const { owners, readers } = pools.pages;
   let idleCount = 0;
   const states = new Set<StateId>(cache.orphanStates);
-  for (const [page, { parent, children, hash, state, verified }] of cache.pages) {
+  for (const [page, { parent, children, salt, hash, state, verified }] of cache.pages) {
     if (owners[page] !== SHARED) found.push(`page ${page}: in the tree, but of ${owners[page] ?? 'nobody'}`);
     if (isIdle(pools.pages, page)) idleCount++;
     if (isIdle(pools.pages, page) && !verified) found.push(`page ${page}: kept, but nobody has verified it`);
     if (!(cache.byHash.get(hash) ?? []).includes(page)) found.push(`page ${page}: not under its hash`);
     const above = parent === null ? undefined : cache.pages.get(parent);
     if (parent !== null && above?.children.includes(page) !== true) found.push(`page ${page}: not below ${parent}`);
+    if (above !== undefined && above.salt !== salt) found.push(`page ${page}: of another salt than what is before it`);
     if (verified && above?.verified === false) found.push(`page ${page}: verified, but not what is before it`);
     for (const child of children) if (!cache.pages.has(child)) found.push(`page ${page}: lost child ${child}`);
     for (const reader of readers[page] ?? []) {
@@ -369,14 +377,15 @@ function hashPage(tokens: Uint32Array, previous: number): number {
 
 function findNode(
   cache: PrefixCache,
-  { tokens, hashes }: { tokens: Uint32Array; hashes: PromptHashes },
+  { tokens, salt, hashes }: HashedPrompt,
   index: number,
   parent: PageId | null,
 ): PageId | null {
   const start = index * cache.pageTokens;
   for (const page of cache.byHash.get(hashes[index] as number) ?? []) {
     const entry = cache.pages.get(page) as CachedPage;
-    if (entry.parent === parent && entry.tokens.every((token, offset) => token === tokens[start + offset])) return page;
+    const isNext = entry.parent === parent && entry.salt === salt;
+    if (isNext && entry.tokens.every((token, offset) => token === tokens[start + offset])) return page;
   }
   return null;
 }

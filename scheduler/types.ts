@@ -8,6 +8,7 @@ import type {
   PageId,
   PeerMessage,
   RoomKey,
+  Salt,
   SamplingParams,
   SlotId,
   TokenChoice,
@@ -170,6 +171,7 @@ export interface SampledToken {
 /** A prompt, and where what is known of it goes. Index i of `pages` holds page i of the prompt. */
 export interface TierFetch {
   tokens: Uint32Array;
+  salt: Salt;
   from: number;
   pages: PageId[];
   slot: SlotId;
@@ -179,6 +181,7 @@ export interface TierFetch {
 /** A prompt's pages by index, and states at the ends of pages. Nobody writes any of them before `stashed`. */
 export interface TierStash {
   tokens: Uint32Array;
+  salt: Salt;
   pages: { index: number; page: PageId }[];
   states: { index: number; state: StateId }[];
 }

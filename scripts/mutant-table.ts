@@ -195,11 +195,26 @@ export const MUTANTS: readonly Mutant[] = [
     edits: [
       {
         file: PREFIX,
-        find: `entry.parent === parent && entry.tokens.every((token, offset) => token === tokens[start + offset])`,
-        put: `entry.parent === parent && start < tokens.length`,
+        find: `isNext && entry.tokens.every((token, offset) => token === tokens[start + offset])`,
+        put: `isNext && start < tokens.length`,
       },
     ],
     killers: [unit('scheduler/prefix-cache', 'equal hashes are no match: the tokens decide')],
+  },
+  {
+    name: 'salt-is-only-hashed',
+    failure: null,
+    why: 'A client whose salt has the hash of another one by chance reads the cache of the other.',
+    edits: [
+      {
+        file: PREFIX,
+        find: `entry.parent === parent && entry.salt === salt`,
+        put: `entry.parent === parent`,
+      },
+    ],
+    killers: [
+      unit('scheduler/prefix-cache', 'equal hashes are no match: the salt decides, at the beginning and behind it'),
+    ],
   },
   {
     name: 'first-reader-frees',

@@ -164,12 +164,7 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
         need: 'M',
         what: '`user`, `metadata`, `store` and the like change nothing; `functions` is refused',
       },
-      {
-        id: 'chat.cache-salt',
-        need: 'S',
-        what: '`cache_salt`, `extra_key`',
-        missing: 'accepted without effect: all requests share the cache of prefixes',
-      },
+      { id: 'chat.cache-salt', need: 'S', what: '`cache_salt`, `extra_key` keep cached prefixes apart' },
       { id: 'chat.internal', need: 'M', what: 'fields that choose a worker are ignored from clients' },
       { id: 'chat.refused', need: 'S', what: 'constraints of other servers are refused by name' },
     ],

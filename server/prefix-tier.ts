@@ -2,13 +2,14 @@
  * The tier below the prefix cache: verified pages and states in host memory and, if there is one, in a store outside
  * (server/prefix-store.ts). They come back when the adapter has evicted them, or after a restart.
  *
- * A value is named by a chain of SHA-256 over the model, the layout and all tokens up to its end, and holds the tokens of
- * its page and a checksum over all of it. What does not agree in every respect is not there. What takes too long neither:
- * the worst that the tier can do is to cost a computation and a short wait.
+ * A value is named by a chain of SHA-256 over the model, the layout, the salt and all tokens up to its end, and holds the
+ * tokens of its page and a checksum over all of it. What does not agree in every respect is not there. What takes too long
+ * neither: the worst that the tier can do is to cost a computation and a short wait.
  */
 import { createHash } from 'node:crypto';
 import type { TierFetch, TierStash } from '../scheduler/types.ts';
 import { crc32c } from '../transfer/checksum.ts';
+import type { Salt } from '../transfer/messages.ts';
 import type { Engine } from './engine.ts';
 import type { PrefixStore } from './prefix-store.ts';
 
@@ -50,8 +51,10 @@ export function createPrefixTier(
   let damaged = 0;
 
   /** Names of a prompt's first `count` pages. */
-  function namesOf(tokens: Uint32Array, count: number): string[] {
-    let previous = createHash('sha256').update(identity).digest();
+  function namesOf({ tokens, salt }: { tokens: Uint32Array; salt: Salt }, count: number): string[] {
+    let previous = createHash('sha256')
+      .update(JSON.stringify([identity, salt]))
+      .digest();
     return Array.from({ length: count }, (_, index) => {
       previous = createHash('sha256')
         .update(previous)
@@ -115,9 +118,9 @@ export function createPrefixTier(
   }
 
   return {
-    async stash({ tokens, pages, states }) {
+    async stash({ tokens, salt, pages, states }) {
       const count = Math.max(0, ...[...pages, ...states].map(({ index }) => index + 1));
-      const names = namesOf(tokens, count);
+      const names = namesOf({ tokens, salt }, count);
       const bytes = await engine.readUnits(
         pages.map(({ page }) => page),
         null,
@@ -127,10 +130,10 @@ export function createPrefixTier(
         keep(`${names[index]!}:state`, pageOf(tokens, index), await engine.readState(state));
       }
     },
-    async fetch({ tokens, from, pages, slot, keep: state }) {
+    async fetch({ tokens, salt, from, pages, slot, keep: state }) {
       const untilMs = performance.now() + FETCH_MS;
       const left = (): number => untilMs - performance.now();
-      const names = namesOf(tokens, pages.length);
+      const names = namesOf({ tokens, salt }, pages.length);
       const found: Uint8Array[] = [];
       for (let first = from; first < names.length; first += BATCH) {
         const values = await find(names.slice(first, first + BATCH), left());

@@ -14,6 +14,7 @@ import {
   type RoomId,
   type RoomKey,
   type RouterToWorker,
+  type Salt,
   type SamplingParams,
   type TokenChoice,
   type WorkerToRouter,
@@ -41,6 +42,8 @@ export interface RoomRequest {
   readonly maxTokens: number;
   /** Ids that end the answer; the one that was sampled is delivered, last. */
   readonly stopTokenIds: readonly number[];
+  /** Rooms of another one share no cached prefix with it. */
+  readonly salt: Salt;
 }
 
 /** How a room ended, as the HTTP side sees it; exactly one for each room that was started. */
@@ -318,6 +321,7 @@ export function createRooms(options: RoomsOptions): RoomDriver {
           maxTokens: request.maxTokens,
           stopTokens: [...request.stopTokenIds],
           sampling: request.sampling,
+          salt: request.salt,
         },
         { deadlineMs: startedMs + options.requestMs, maxAttempts: MAX_ATTEMPTS },
       );

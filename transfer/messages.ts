@@ -15,7 +15,7 @@ import { Decoder, Encoder } from '@msgpack/msgpack';
 import { crc32c } from './checksum.ts';
 
 /** Version of the messages and their meaning. Peers of another version are refused in HELLO, by name. */
-export const PROTOCOL_VERSION = 2;
+export const PROTOCOL_VERSION = 3;
 
 /** Version of the frame itself: what is needed to read a HELLO of any protocol version, and its refusal. */
 const FRAME_VERSION = 1;
@@ -144,6 +144,9 @@ export function unitBytes(manifest: Manifest, unit: number): number {
 export function manifestBytes(manifest: Pick<Manifest, 'pageCount' | 'pageBytes' | 'slotBytes'>): number {
   return manifest.pageCount * manifest.pageBytes + manifest.slotBytes;
 }
+
+/** SHA-256 of what a client keeps its prompts apart with, as 64 hex digits; null: nothing. */
+export type Salt = string | null;
 
 /** How to choose the next token. Greedy is `temperature: 0`. `seed` and the position key the generator. */
 export interface SamplingParams {
@@ -331,6 +334,8 @@ export interface SubmitMessage {
   /** Ids that end the answer when sampled; empty for `ignore_eos`. The stopping id is delivered too. */
   stopTokens: number[];
   sampling: SamplingParams;
+  /** Prompts of different salts share no cached prefix; null is one too. Only P looks at it. */
+  salt: Salt;
   /** What is left of the client's budget, as a duration. */
   budgetMs: number;
 }
@@ -496,6 +501,7 @@ const isRules: Check = (value) =>
     minTokens: isCount,
   })(value) && (value as SamplingRules).biasIds.length === (value as SamplingRules).biases.length;
 const isConstraint: Check = (value) => typeof value === 'string' && value.length <= MAX_CONSTRAINT;
+const isSalt: Check = (value) => value === null || (typeof value === 'string' && /^[0-9a-f]{64}$/.test(value));
 const isTopCount: Check = (value) => isCount(value) && (value as number) <= MAX_TOP_LOGPROBS;
 const isSampling = isShape(
   { temperature: isNumber, topK: isCount, topP: isNumber, minP: isNumber, seed: isU32 },
@@ -570,6 +576,7 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
     maxTokens: isCount,
     stopTokens: NUMBERS,
     sampling: isSampling,
+    salt: isSalt,
     budgetMs: isNumber,
   },
   cancel: { key: isKey, reason: isReason },

@@ -32,6 +32,7 @@ import {
   type RoomId,
   type RoomKey,
   type RouterToWorker,
+  type Salt,
   type SamplingParams,
   type SubmitMessage,
   type TokenChoice,
@@ -74,6 +75,7 @@ export interface RoomRequest {
   maxTokens: number;
   stopTokens: number[];
   sampling: SamplingParams;
+  salt: Salt;
 }
 
 /** One half of the attempt under way. */

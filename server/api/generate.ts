@@ -11,6 +11,8 @@ import {
   constraintFields,
   maxTopLogprobs,
   readTokenIds,
+  saltFields,
+  saltOf,
   samplingCall,
   samplingFields,
 } from './sampling.ts';
@@ -31,6 +33,7 @@ export const generateRequest = object({
   ),
   stream: optional(boolean()),
   rid: optional(clientRequestId),
+  ...saltFields,
   return_logprob: optional(boolean()),
   top_logprobs_num: optional(integer({ min: 0, max: maxTopLogprobs })),
   return_text_in_logprobs: optional(boolean()),
@@ -66,6 +69,7 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     seed: null,
     maxTokens: fields.sampling_params?.max_new_tokens ?? null,
     requestId: fields.rid ?? null,
+    salt: saltOf(fields),
   };
   return {
     call,

@@ -27,7 +27,7 @@ import {
 } from './fields.ts';
 import type { Field, JsonObject } from './fields.ts';
 import type { AnswerDelta, Finish } from './generation.ts';
-import { samplingCall, servedModelName, stopTexts } from './sampling.ts';
+import { saltFields, saltOf, samplingCall, servedModelName, stopTexts } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
 const maxMessageCount = 100_000;
@@ -137,6 +137,7 @@ export const messagesRequest = object({
   top_p: optional(finite({ min: 0, max: 1 })),
   top_k: optional(integer({ min: -1 })),
   metadata: ignored('Not kept.', anyObject()),
+  ...saltFields,
 });
 
 type ConversationValues = ReturnType<(typeof countTokensRequest)['read']>;
@@ -164,6 +165,7 @@ export function planMessages(body: JsonObject, served: ServedModel): GenerationP
     seed: null,
     maxTokens: fields.max_tokens,
     requestId: null,
+    salt: saltOf(fields),
   };
   const oneCall = fields.tool_choice?.disable_parallel_tool_use === true || typeof choice === 'object';
   const constraint = constrain({

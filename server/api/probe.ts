@@ -28,7 +28,8 @@ export function createProbe(
         fail(`${patienceMs / 1000} s have passed`);
       }, patienceMs);
       const sampling = { temperature: 0, topP: 1, topK: 0, minP: 0, seed: 0 };
-      const request = { requestId: 'health_generate', promptTokens: prompt, sampling, maxTokens: 1, stopTokenIds: [] };
+      const least = { maxTokens: 1, stopTokenIds: [], salt: null };
+      const request = { requestId: 'health_generate', promptTokens: prompt, sampling, ...least };
       const handle = rooms.start(request, {
         onTokens: () => resolve(),
         onCached: () => {},

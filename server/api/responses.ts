@@ -31,7 +31,7 @@ import type { Field, JsonObject } from './fields.ts';
 import type { AnswerDelta, Finish, LoggedToken } from './generation.ts';
 import { inputOfCustomCall, readResponseTools } from './responses-tools.ts';
 import type { ResponseTools } from './responses-tools.ts';
-import { maxTopLogprobs, samplingCall, servedModelName } from './sampling.ts';
+import { maxTopLogprobs, saltFields, saltOf, samplingCall, servedModelName } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
 const maxItemCount = 100_000;
@@ -82,6 +82,7 @@ export const responsesRequest = object({
   include: optional(list(text(), { minItems: 0, maxItems: maxIncludeCount })),
   truncation: optional(choice(['auto', 'disabled'])),
   user: ignored('Without effect.'),
+  ...saltFields,
   background: unsupported({ field: boolean(), neutral: (value) => value === false, accepted: 'false' }),
   previous_response_id: unsupported({ neutral: () => false, accepted: 'null, since nothing is stored' }),
   conversation: unsupported({ neutral: () => false, accepted: 'null, since nothing is stored' }),
@@ -121,6 +122,7 @@ export function planResponse(body: JsonObject, served: ServedModel): GenerationP
     seed: null,
     maxTokens: fields.max_output_tokens ?? null,
     requestId: null,
+    salt: saltOf(fields),
   };
   const format = fields.text?.format;
   if (format?.isShown) conversation.responseSchema = format.schema;

@@ -5,11 +5,13 @@
  * Fields that this server does not know are ignored, since clients send many; fields that it knows and
  * cannot honour are refused by name, since ignoring one would change the answer behind the client's back.
  */
-import type { SamplingParams, SamplingRules } from '../../transfer/messages.ts';
+import { createHash } from 'node:crypto';
+import type { Salt, SamplingParams, SamplingRules } from '../../transfer/messages.ts';
 import { ApiError } from '../errors.ts';
 import { responseFormatField } from './constraints.ts';
 import {
   boolean,
+  described,
   finite,
   ignored,
   integer,
@@ -70,6 +72,8 @@ export interface GenerationCall {
   skipSpecialTokens: boolean;
   /** An id of the client's own, by which it may abort the request; unique among those in flight. */
   requestId: string | null;
+  /** Requests of another salt share no cached prefix with it. */
+  salt: Salt;
 }
 
 const maxStopCount = 16;
@@ -178,6 +182,14 @@ export const constraintFields = Object.fromEntries(
   ].map((name) => [name, unsupported({ neutral: () => false, accepted: 'null' })]),
 );
 
+const saltText = described(
+  text({ minLength: 1, maxLength: 256 }),
+  'Requests share cached prefixes only with those that have the same `cache_salt` and `extra_key`.',
+);
+
+/** What keeps the cached prefixes of a request apart, on every route that generates. */
+export const saltFields = { cache_salt: optional(saltText), extra_key: optional(saltText) };
+
 /** Fields that /v1/chat/completions and /v1/completions share. */
 export const openaiFields = {
   ...samplingFields,
@@ -190,8 +202,7 @@ export const openaiFields = {
   rid: optional(clientRequestId),
   request_id: optional(clientRequestId),
   priority: ignored('Requests are served in the order they come.', integer({ min: -(2 ** 31), max: 2 ** 31 - 1 })),
-  cache_salt: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
-  extra_key: ignored('The cache of prefixes is shared by all requests.', text({ minLength: 1, maxLength: 256 })),
+  ...saltFields,
   response_format: responseFormatField,
   return_hidden_states: unsupported({ field: boolean(), neutral: isFalse, accepted: 'false' }),
   ...constraintFields,
@@ -258,7 +269,14 @@ export function openaiCall(fields: OpenaiValues, served: ServedModel): Omit<Gene
     ...samplingCall({ ...fields, no_stop_trim: fields.no_stop_trim ?? fields.include_stop_str_in_output }, served),
     seed: fields.seed === undefined ? null : foldSeed(fields.seed),
     requestId: fields.rid ?? fields.request_id ?? null,
+    salt: saltOf(fields),
   };
+}
+
+/** One salt of both strings. A digest, so that nothing behind this knows what the client keeps to itself. */
+export function saltOf(fields: { [K in keyof typeof saltFields]: string | undefined }): Salt {
+  const parts = [fields.cache_salt ?? null, fields.extra_key ?? null];
+  return parts.every((part) => part === null) ? null : createHash('sha256').update(JSON.stringify(parts)).digest('hex');
 }
 
 /**

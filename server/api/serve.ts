@@ -345,6 +345,7 @@ export async function serveGeneration(
             },
             maxTokens: choice.maxTokens,
             stopTokenIds,
+            salt: call.salt,
           },
           {
             onTokens: (ids, logged) => guarded(() => takeTokens(index, choice, ids, logged)),

@@ -161,7 +161,7 @@ export function requestOf(client: number, { promptTokens, commonTokens = 0, maxT
   const tokenAt = (index: number): number => (index < commonTokens ? 900 + index : 10 * client + index);
   const tokens = Uint32Array.from({ length: promptTokens }, (_, index) => tokenAt(index));
   const sampling = share({ temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 });
-  return { digest: digestOf(tokens), promptTokens: tokens, maxTokens, stopTokens: [], sampling };
+  return { digest: digestOf(tokens), promptTokens: tokens, maxTokens, stopTokens: [], sampling, salt: null };
 }
 
 const digests = new WeakMap<Uint32Array, string>();

@@ -236,12 +236,36 @@ describe('a request', () => {
       sampling: { temperature: 0.5, topP: 0.9, topK: 4, minP: 0.1, seed: 42 },
       maxTokens: 9,
       stopTokenIds: [tokenizer.eosId, 9],
+      salt: null,
     });
     room.tokens([...tokenizer.encode('ok'), 9]);
     room.end({ kind: 'stop' });
     const body = (await (await answer).json()) as OpenAI.Completion;
     assert.equal(body.id, requestId);
     assert.deepEqual(body.choices[0], { index: 0, text: 'ok', logprobs: null, finish_reason: 'stop', matched_stop: 9 });
+  });
+
+  // surface: chat.cache-salt
+  test('has the same salt on every route and for every choice, and not in clear', async () => {
+    const routes = {
+      '/v1/chat/completions': { ...plain, n: 2 },
+      '/v1/completions': { prompt: 'a' },
+      '/v1/responses': { input: 'a' },
+      '/v1/messages': { messages: plain.messages, max_tokens: 5 },
+      '/generate': { text: 'a' },
+    };
+    const salts = new Set<unknown>();
+    for (const [route, body] of Object.entries(routes)) {
+      const answer = post(route, { ...body, cache_salt: 'sesame' });
+      for (let choice = 0; choice < ('n' in body ? body.n : 1); choice++) {
+        const room = await server.rooms.next();
+        salts.add(room.request.salt);
+        room.text('a');
+        room.end({ kind: 'length' });
+      }
+      assert.equal((await answer).status, 200, route);
+    }
+    assert.match([...salts].join(), /^[0-9a-f]{64}$/);
   });
 
   // surface: chat.ignore-eos

@@ -34,11 +34,11 @@ interface Answer {
   cachedTokens: number;
 }
 
-async function ask({ url, model }: Cluster, prompt: readonly number[]): Promise<Answer> {
+async function ask({ url, model }: Cluster, prompt: readonly number[], salts: object = {}): Promise<Answer> {
   const response = await fetch(`${url}/v1/completions`, {
     method: 'POST',
     headers: { 'content-type': 'application/json' },
-    body: JSON.stringify({ model, prompt, max_tokens: OUTPUT_TOKENS, temperature: 0, ignore_eos: true }),
+    body: JSON.stringify({ model, prompt, max_tokens: OUTPUT_TOKENS, temperature: 0, ignore_eos: true, ...salts }),
   });
   assert.equal(response.status, 200);
   const body = (await response.json()) as {
@@ -116,6 +116,22 @@ test('a conversation computes each turn once, and says so', async () => {
     before = PAGE_TOKENS * Math.floor(prompt.length / PAGE_TOKENS);
     prompt = [...prompt, ...randomPrompt(createPrng(SEED + 2 + turn), 200)];
   }
+});
+
+// surface: chat.cache-salt
+test('a prompt finds what was computed for the same salts, and nothing else', async () => {
+  const prompt = randomPrompt(createPrng(SEED + 7), 300);
+  const shared = PAGE_TOKENS * Math.floor(prompt.length / PAGE_TOKENS);
+  const all = [{}, { cache_salt: 'a' }, { cache_salt: 'b' }, { extra_key: 'a' }, { cache_salt: 'a', extra_key: 'a' }];
+  const texts = new Set<string>();
+  for (const expected of [0, shared]) {
+    for (const salts of all) {
+      const { text, cachedTokens } = await ask(cluster, prompt, salts);
+      assert.equal(cachedTokens, expected, JSON.stringify(salts));
+      texts.add(text);
+    }
+  }
+  assert.equal(texts.size, 1, 'the answer is the same');
 });
 
 // surface: chat.n

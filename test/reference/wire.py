@@ -88,8 +88,8 @@ RULES = {"presencePenalty": -0.5, "frequencyPenalty": 2, "repetitionPenalty": 1.
          "biases": [100, -99.5], "minTokens": 3}
 
 MESSAGES = [
-    {"type": "HELLO", "version": 2, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
-    {"type": "WELCOME", "version": 2, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
+    {"type": "HELLO", "version": 3, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
+    {"type": "WELCOME", "version": 3, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
      "dataAddress": "tcp://*:9002", "fields": {"model": "x", "layout": "{}"}},
     {"type": "REFUSE", "epoch": P, "link": 2, "field": "model", "ours": "x", "theirs": "y"},
     {"type": "PING", "from": P, "to": "", "link": 300, "answer": True},
@@ -110,7 +110,8 @@ MESSAGES = [
     {"type": "ABORT_ACK", **PEER},
     {"type": "submit", "key": KEY, "prefill": REF_P, "decode": REF_D, "digest": "0123456789abcdef",
      "promptTokens": [0, 70000, 4294967295], "maxTokens": 10, "stopTokens": [1],
-     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42, "rules": RULES, "logprobs": 2}, "budgetMs": 1234.5},
+     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42, "rules": RULES, "logprobs": 2},
+     "salt": "0123456789abcdef" * 4, "budgetMs": 1234.5},
     {"type": "cancel", "key": KEY, "reason": "client_lost"},
     {"type": "peer_failed", "key": KEY},
     {"type": "end_ack", "key": KEY},

@@ -137,6 +137,7 @@ export function startClient(
     sampling: { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 },
     maxTokens: wish.maxTokens,
     stopTokenIds: wish.stopTokens,
+    salt: null,
   };
   try {
     client.handle = rooms.start(request, {

@@ -75,6 +75,7 @@ export function submitOf(sequence: number, count: number, changes: Partial<Submi
     maxTokens: 4,
     stopTokens: [],
     sampling: SAMPLING,
+    salt: null,
     budgetMs: 100_000,
     ...changes,
   };

@@ -114,6 +114,7 @@ export async function openHandRouter(addresses: { prefill: string; decode: strin
         maxTokens,
         stopTokens: [],
         sampling: { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 },
+        salt: null,
         budgetMs: 60_000,
       };
     },

@@ -10,12 +10,14 @@ import {
   type PrefillEvent,
   type PrefillState,
 } from '../../../scheduler/prefill.ts';
+import { findPath } from '../../../scheduler/prefix-cache.ts';
 import type { PrefillBatch, PrefillLimits, WorkerEffect } from '../../../scheduler/types.ts';
 import { promptDigest } from '../../../transfer/checksum.ts';
-import { manifestBytes, type PeerMessage } from '../../../transfer/messages.ts';
+import { manifestBytes, type PeerMessage, type Salt } from '../../../transfer/messages.ts';
 import { D, keyOf, P, PREFILL_LIMITS, ROUTER, submitOf } from '../../support/halves.ts';
 
 const PAGE = 128;
+const SALTS: readonly Salt[] = [null, 'a'.repeat(64), 'b'.repeat(64)];
 
 function create(changes: Partial<PrefillLimits> = {}): PrefillState {
   const state = createPrefill({ ...PREFILL_LIMITS, stateCount: 8, ...changes }, P);
@@ -42,10 +44,10 @@ function fromPeer(state: PrefillState, sequence: number, content: object): Worke
 }
 
 /** Bring a room to where it waits for pages, with credit for everything. */
-function ask(state: PrefillState, sequence: number, promptTokens: Uint32Array): void {
+function ask(state: PrefillState, sequence: number, promptTokens: Uint32Array, salt: Salt = null): WorkerEffect[] {
   const digest = promptDigest(promptTokens, 'm');
   const tokenCount = promptTokens.length;
-  const submit = submitOf(sequence, 1, { promptTokens, digest });
+  const submit = submitOf(sequence, 1, { promptTokens, digest, salt });
   step(state, { type: 'router_message', router: ROUTER, message: submit, nowMs: 1 });
   fromPeer(state, sequence, { type: 'OPEN', digest, tokenCount });
   const pageCount = Math.ceil(tokenCount / PAGE);
@@ -53,7 +55,7 @@ function ask(state: PrefillState, sequence: number, promptTokens: Uint32Array): 
   const validInLastPage = tokenCount - (pageCount - 1) * PAGE;
   const generations = Array.from({ length: pageCount + 1 }, () => 1);
   const manifest = { tokenCount, validInLastPage, generations, ...sizes };
-  fromPeer(state, sequence, { type: 'RESERVED', manifest, credit: manifestBytes(sizes) });
+  return fromPeer(state, sequence, { type: 'RESERVED', manifest, credit: manifestBytes(sizes) });
 }
 
 /** End all reads that are under way, and those that begin because of it. */
@@ -105,8 +107,8 @@ function cancel(state: PrefillState, sequence: number): WorkerEffect[] {
 }
 
 /** Compute and hand over one room. */
-function serve(state: PrefillState, sequence: number, prompt: Uint32Array): string[] {
-  ask(state, sequence, prompt);
+function serve(state: PrefillState, sequence: number, prompt: Uint32Array, salt: Salt = null): string[] {
+  ask(state, sequence, prompt, salt);
   const { steps } = compute(state);
   done(state, sequence);
   return steps.flat();
@@ -283,6 +285,64 @@ test('equal hashes are no match: the tokens decide', () => {
   assert.equal(chunk?.start, 0);
 });
 
+test('equal prompts of different salts share nothing, and of equal ones all', () => {
+  const state = create();
+  for (const [room, salt] of SALTS.entries()) {
+    assert.deepEqual(serve(state, room, promptOf(256, 100), salt), [`${room}:0-256`, `${room}:256-356`]);
+  }
+  assert.equal(statsPrefill(state).pagesCached, 2 * SALTS.length);
+  for (const [index, salt] of SALTS.entries()) {
+    const room = SALTS.length + index;
+    assert.deepEqual(serve(state, room, promptOf(256, 50, 1), salt), [`${room}:256-306`]);
+  }
+  assert.equal(statsPrefill(state).pagesCached, 2 * SALTS.length);
+});
+
+test('equal prompts of different salts do not wait for each other', () => {
+  const state = create({ prefillChunkTokens: 1024 });
+  for (const [room, salt] of SALTS.entries()) ask(state, room, promptOf(128, 20), salt);
+  assert.deepEqual(compute(state).steps[0], ['0:0-128', '1:0-128', '2:0-128']);
+});
+
+test('equal hashes are no match: the salt decides, at the beginning and behind it', () => {
+  const state = create();
+  const [, salt = null, other = null] = SALTS;
+  serve(state, 0, promptOf(300, 0), salt);
+  ask(state, 1, promptOf(300, 0), other);
+  // As if both salts had the same hash: every node stands under the hashes of the other one too.
+  const { cache, live } = state;
+  const hashes = live.get(keyOf(1))?.hashes ?? [];
+  assert.equal(hashes.length, 2);
+  for (const hash of hashes) cache.byHash.set(hash, [...cache.pages.keys()]);
+  const prompt = { tokens: promptOf(300, 0), salt: other, hashes };
+  assert.deepEqual(findPath(cache, prompt, 0, null), []);
+  const [first = -1] = findPath(cache, { ...prompt, salt }, 0, null);
+  assert.deepEqual(findPath(cache, prompt, 1, first), [], 'a page of a prompt with another salt leads nowhere');
+  assert.equal(findPath(cache, { ...prompt, salt }, 1, first).length, 1);
+});
+
+test('however many salts come, nothing is left of those whose pages are gone', () => {
+  const state = create({ pageCount: 6 });
+  for (let room = 0; room < 40; room++) {
+    serve(state, room, promptOf(256, 10), room.toString(16).padStart(64, '0'));
+    const { pages, byHash } = state.cache;
+    assert.ok(pages.size <= 6 && byHash.size <= pages.size, `${pages.size} pages, ${byHash.size} hashes`);
+  }
+  const salts = new Set([...state.cache.pages.values()].map(({ salt }) => salt));
+  assert.ok(salts.size <= 3, 'two pages each');
+  step(state, { type: 'flush', nowMs: 1 });
+  assert.deepEqual([state.cache.pages.size, state.cache.byHash.size, statsPrefill(state).pagesFree], [0, 0, 6]);
+});
+
+test('the audit sees a page behind one of another salt', () => {
+  const state = create();
+  serve(state, 0, promptOf(256, 10));
+  const child = [...state.cache.pages.values()].find(({ parent }) => parent !== null);
+  assert.ok(child !== undefined);
+  child.salt = SALTS[1] ?? null;
+  assert.deepEqual(auditPrefill(state), [`page ${child.page}: of another salt than what is before it`]);
+});
+
 test('a flush forgets everything, also what is read at the moment, and disturbs nobody', () => {
   const state = create();
   serve(state, 0, promptOf(256, 100));
@@ -312,6 +372,17 @@ test('the tier is asked before anything is computed, and what it brings is publi
   assert.deepEqual([...state.cache.pages.keys()], pages.slice(0, 2).toReversed());
   const [chunk] = nextPrefillBatch(state)?.chunks ?? [];
   assert.deepEqual([chunk?.start, chunk?.slot, chunk?.resume], [256, slot, null], 'its slot has the state');
+});
+
+test('the tier is told the salt, when it is asked and when it is given something', () => {
+  const state = create({ hasTier: true });
+  const [, salt = null] = SALTS;
+  const asked = ask(state, 0, promptOf(300, 0), salt).find(({ type }) => type === 'fetch');
+  step(state, { type: 'fetched', key: keyOf(0), tokenCount: 0, nowMs: 1 });
+  compute(state);
+  const given = fromPeer(state, 0, { type: 'DONE' }).find(({ type }) => type === 'stash');
+  assert.ok(asked?.type === 'fetch' && given?.type === 'stash');
+  assert.deepEqual([asked.salt, given.salt], [salt, salt]);
 });
 
 test('a tier that brings nothing costs nothing, and one whose room was stopped leaves nothing', () => {

@@ -10,8 +10,9 @@ import { createPrefixTier, type PrefixTier } from '../../../server/prefix-tier.t
 const PAGE_TOKENS = 4;
 const TOKENS = Uint32Array.from({ length: 12 }, (_, index) => index);
 const PAGES = [0, 1, 2].map((page) => Uint8Array.of(page, page, page, 9));
+const SALT = 'a'.repeat(64);
 const STATE = Uint8Array.of(1, 2, 3);
-const WHERE = { tokens: TOKENS, from: 0, pages: [10, 11, 12], slot: 5, keep: 7 };
+const WHERE = { tokens: TOKENS, salt: null, from: 0, pages: [10, 11, 12], slot: 5, keep: 7 };
 
 interface Bench {
   tier: PrefixTier;
@@ -47,6 +48,7 @@ function memoryStore(): PrefixStore & { values: Map<string, Uint8Array> } {
 
 const all = {
   tokens: TOKENS,
+  salt: null,
   pages: [0, 1, 2].map((page) => ({ index: page, page })),
   states: [{ index: 1, state: 0 }],
 };
@@ -68,14 +70,29 @@ test('what is there already is not fetched, and nothing is found beyond a gap', 
   assert.deepEqual([...written.keys()], ['page 11', 'slot 5', 'state 7']);
 });
 
-test('other tokens, another model and another layout find nothing', async () => {
+test('other tokens, another salt, another model and another layout find nothing', async () => {
   const store = memoryStore();
   await create({ store }).tier.stash(all);
   const other = TOKENS.slice();
   other[0] = 99;
   assert.equal(await create({ store }).tier.fetch({ ...WHERE, tokens: other }), 0);
+  assert.equal(await create({ store }).tier.fetch({ ...WHERE, salt: SALT }), 0);
   assert.equal(await create({ store, identity: 'other' }).tier.fetch(WHERE), 0);
   assert.equal(await create({ store }).tier.fetch(WHERE), 2 * PAGE_TOKENS, 'the same finds it');
+});
+
+test('what has a salt is found under the same one alone, and names and values do not show it', async () => {
+  const store = memoryStore();
+  const { tier } = create({ store });
+  await tier.stash({ ...all, salt: SALT });
+  assert.equal(await tier.fetch({ ...WHERE, salt: SALT }), 2 * PAGE_TOKENS);
+  assert.equal(await create({ store }).tier.fetch({ ...WHERE, salt: SALT }), 2 * PAGE_TOKENS, 'in the store');
+  for (const salt of [null, 'b'.repeat(64)]) assert.equal(await tier.fetch({ ...WHERE, salt }), 0);
+  await tier.stash(all);
+  assert.equal(new Set(store.values.keys()).size, 2 * (all.pages.length + all.states.length));
+  for (const [name, value] of store.values) {
+    assert.ok(!name.includes(SALT) && !Buffer.from(value).includes(SALT), name);
+  }
 });
 
 test('a value with any flipped bit, or of another length, is not there', async () => {

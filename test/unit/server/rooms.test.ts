@@ -5,7 +5,14 @@ import { createRooms, type RoomDriver, type RoomOutcome } from '../../../server/
 import { makeEpoch, type Epoch, type RouterToWorker, type SubmitMessage } from '../../../transfer/messages.ts';
 
 const GREEDY = { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 };
-const REQUEST = { requestId: 'r', promptTokens: [0, 5, 9], sampling: GREEDY, maxTokens: 8, stopTokenIds: [1] };
+const REQUEST = {
+  requestId: 'r',
+  promptTokens: [0, 5, 9],
+  sampling: GREEDY,
+  maxTokens: 8,
+  salt: null,
+  stopTokenIds: [1],
+};
 
 interface Bench {
   rooms: RoomDriver;

@@ -41,6 +41,7 @@ const SUBMIT: Message = {
   maxTokens: 10,
   stopTokens: [1],
   sampling: SAMPLING,
+  salt: null,
   budgetMs: 1234.5,
 };
 
@@ -180,6 +181,7 @@ test('well-formed messages with wrong fields are rejected', () => {
     { ...MESSAGES[3], generations: [1, 2 ** 32] },
     { ...MESSAGES[14], promptTokens: new Uint8Array(3) },
     { ...MESSAGES[14], budgetMs: Number.NaN },
+    ...['', 'sesame', 'A'.repeat(64), 'a'.repeat(65), 7, {}].map((salt) => ({ ...SUBMIT, salt })),
     { ...MESSAGES[22], outcome: { ok: true, finish: 'stop', extra: 1 } },
     { ...MESSAGES[10], fields: { model: 7 } },
     ...[

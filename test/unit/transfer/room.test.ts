@@ -25,6 +25,7 @@ const REQUEST = {
   maxTokens: 5,
   stopTokens: [],
   sampling: { temperature: 0, topK: 0, topP: 1, minP: 0, seed: 0 },
+  salt: null,
 };
 
 const bad = (reason: Reason): Outcome => ({ ok: false, reason });

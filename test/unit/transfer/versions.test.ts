@@ -48,10 +48,10 @@ test('a HELLO of another protocol version is refused with both versions', { time
     epoch: EPOCH,
     link: 1,
     field: 'version',
-    ours: '2',
-    theirs: '3',
+    ours: '3',
+    theirs: '4',
   });
-  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '2', theirs: '3' }]);
+  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '3', theirs: '4' }]);
 });
 
 test('a frame of another version is not read at all', () => {

@@ -107,7 +107,12 @@ test('a wrong chat field is refused by name', () => {
     [{ n: 1.5 }, 'invalid_type', 'n'],
     [{ rid: 'a b' }, 'invalid_value', 'rid'],
     [{ priority: 2 ** 40 }, 'invalid_value', 'priority'],
-    [{ cache_salt: 5 }, 'invalid_type', 'cache_salt'],
+    ...['cache_salt', 'extra_key'].flatMap((name): [JsonObject, string, string][] => [
+      [{ [name]: 5 }, 'invalid_type', name],
+      [{ [name]: ['a'] }, 'invalid_type', name],
+      [{ [name]: '' }, 'invalid_value', name],
+      [{ [name]: 'a'.repeat(257) }, 'invalid_value', name],
+    ]),
     [{ logprobs: 1 }, 'invalid_type', 'logprobs'],
     [{ logprobs: true, top_logprobs: '5' }, 'invalid_type', 'top_logprobs'],
     [{ logprobs: true, top_logprobs: 21 }, 'invalid_value', 'top_logprobs'],
@@ -251,6 +256,28 @@ test('penalties, biases, shortest answers and log probabilities go to the worker
     [{}, { logprobs: 0 }, { logprobs: 20 }].map((asked) => completion(asked).call.sampling.logprobs),
     [undefined, 0, 20],
   );
+});
+
+// surface: chat.cache-salt
+test('cache_salt and extra_key make one salt, another one for each pair, which does not show them', () => {
+  const a = 'a'.repeat(256);
+  const pairs: JsonObject[] = [
+    ...[{ cache_salt: 'ab' }, { extra_key: 'ab' }, { cache_salt: 'a', extra_key: 'b' }],
+    ...[
+      { cache_salt: 'b', extra_key: 'a' },
+      { cache_salt: 'a', extra_key: '","b' },
+    ],
+    ...[{ cache_salt: 'a","', extra_key: 'b' }, { cache_salt: 'null' }, { cache_salt: a, extra_key: a }],
+  ];
+  const salts = pairs.map((pair) => chat(pair).salt);
+  assert.equal(new Set(salts).size, pairs.length);
+  for (const salt of salts) assert.match(String(salt), /^[0-9a-f]{64}$/);
+  assert.deepEqual(
+    pairs.map((pair) => completion(pair).call.salt),
+    salts,
+    'the same for both APIs',
+  );
+  for (const none of [{}, { cache_salt: null, extra_key: null }]) assert.equal(chat(none).salt, null);
 });
 
 // surface: completions.best-of
