@@ -11,7 +11,7 @@ import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, before, describe, test } from 'node:test';
-import { readMetrics, startCluster, sumOf, type Cluster } from '../support/cluster.ts';
+import { readWholeMetrics, startCluster, sumOf, type Cluster } from '../support/cluster.ts';
 import { untilQuiet } from '../support/quiet.ts';
 
 /** What these programs say before the user's words, in tokens of nano: at least. */
@@ -162,7 +162,7 @@ function start(program: Program, name: string): Run {
 }
 
 async function counts(): Promise<{ prompt: number; generated: number; cancelled: number; failed: number }> {
-  const samples = await readMetrics(cluster.url);
+  const samples = await readWholeMetrics(cluster.url);
   const outcome = (name: string): number => sumOf(samples, 'handoff_request_outcomes_total', { outcome: name });
   return {
     prompt: sumOf(samples, 'sglang_prompt_tokens_total'),

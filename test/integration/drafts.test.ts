@@ -5,7 +5,7 @@
 import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { after, before, test } from 'node:test';
-import { readMetrics, startCluster, sumOf, type Cluster } from '../support/cluster.ts';
+import { readWholeMetrics, startCluster, sumOf, type Cluster } from '../support/cluster.ts';
 
 interface Sample {
   readonly prompt_ids: number[];
@@ -44,7 +44,7 @@ async function answer(sample: Sample, maxTokens: number): Promise<{ text: string
 }
 
 async function draftCounts(): Promise<{ right: number; wrong: number }> {
-  const metrics = await readMetrics(cluster.url);
+  const metrics = await readWholeMetrics(cluster.url);
   const count = (outcome: string): number => sumOf(metrics, 'handoff_draft_tokens_total', { outcome });
   return { right: count('right'), wrong: count('wrong') };
 }
@@ -75,7 +75,7 @@ test('all samples get the answers of the reference, in fewer steps', async () =>
     right - before.right > 0.6 * (right + wrong - before.right - before.wrong),
     `${right} right, ${wrong} wrong`,
   );
-  const metrics = await readMetrics(cluster.url);
+  const metrics = await readWholeMetrics(cluster.url);
   assert.equal(sumOf(metrics, 'sglang_spec_accept_rate'), right / (right + wrong));
   assert.ok(sumOf(metrics, 'sglang_spec_accept_length') > 1.4);
 });

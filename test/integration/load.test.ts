@@ -1,7 +1,7 @@
 /** Sixty-four streams at once through one prefill and one decode worker, and the one too many. */
 import assert from 'node:assert/strict';
 import { after, before, test } from 'node:test';
-import { readMetrics, startCluster, sumOf, untilMetrics, type Cluster } from '../support/cluster.ts';
+import { readMetrics, readWholeMetrics, startCluster, sumOf, untilMetrics, type Cluster } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
 import { held } from '../support/quiet.ts';
 import { complete, openCompletion, ServerError } from '../support/stream.ts';
@@ -30,13 +30,13 @@ test(`seed ${SEED}: 64 streams get the answers they have when alone, in batches 
   const alone: string[] = [];
   for (const request of requests) alone.push((await complete(cluster.url, cluster.model, request)).text);
 
-  const before = await readMetrics(cluster.url);
+  const before = await readWholeMetrics(cluster.url);
   const together = await Promise.all(
     requests.map((request) => openCompletion(cluster.url, cluster.model, request).text),
   );
   assert.deepEqual(together, alone);
 
-  const after = await readMetrics(cluster.url);
+  const after = await readWholeMetrics(cluster.url);
   const grown = (name: string): number => sumOf(after, name) - sumOf(before, name);
   const meanBatch = grown('handoff_decode_batch_size_sum') / grown('handoff_decode_batch_size_count');
   assert.ok(meanBatch > 16, `mean decode batch ${meanBatch}`);

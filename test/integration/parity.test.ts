@@ -10,7 +10,7 @@ import type { Sample } from '../../model/choice.ts';
 import type { ConfigChoices } from '../../model/config.ts';
 import { openEngine, type Engine } from '../../server/engine.ts';
 import { loadTokenizer } from '../../model/tokenizer.ts';
-import { startCluster, readMetrics, sumOf, type Cluster } from '../support/cluster.ts';
+import { startCluster, readWholeMetrics, sumOf, type Cluster } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
 import { complete, openCompletion } from '../support/stream.ts';
 
@@ -80,7 +80,7 @@ function request(prompt: readonly number[]): Parameters<typeof complete>[2] {
 }
 
 async function prefilledOnDecode(cluster: Cluster): Promise<number> {
-  const samples = await readMetrics(cluster.url);
+  const samples = await readWholeMetrics(cluster.url);
   return sumOf(samples, 'sglang_realtime_tokens_total', { engine_type: 'decode', mode: 'prefill_compute' });
 }
 

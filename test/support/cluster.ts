@@ -120,6 +120,21 @@ export async function readMetrics(url: string, signal: AbortSignal | null = null
   return samples;
 }
 
+/**
+ * The router's page with every worker on it: one that is busy for longer than the router waits is left out of a page.
+ * Throws when some worker stays away for ten seconds.
+ */
+export async function readWholeMetrics(url: string): Promise<Sample[]> {
+  const startMs = performance.now();
+  for (;;) {
+    const samples = await readMetrics(url);
+    const absent = samples.filter(({ name, value }) => name === 'handoff_worker_up' && value === 0);
+    if (absent.length === 0) return samples;
+    if (performance.now() - startMs > 10_000) throw new Error(`never on the page: ${JSON.stringify(absent)}`);
+    await pause(5); // polling another process
+  }
+}
+
 /** Sum of all samples called `name` whose labels contain `labels`. Throws when there is none: a misspelt gauge is not zero. */
 export function sumOf(samples: readonly Sample[], name: string, labels: Readonly<Record<string, string>> = {}): number {
   const found = samples.filter(
