@@ -29,7 +29,12 @@ export const generateRequest = object({
   text: optional(text({ minLength: 1 })),
   input_ids: optional(list(integer({ min: 0 }), { minItems: 1, maxItems: maxPromptTokens })),
   sampling_params: optional(
-    object({ ...samplingFields, ...constraintFields, max_new_tokens: optional(integer({ min: 1 })) }),
+    object({
+      ...samplingFields,
+      ...constraintFields,
+      max_new_tokens: optional(integer({ min: 1 })),
+      min_new_tokens: optional(integer({ min: 0 })),
+    }),
   ),
   stream: optional(boolean()),
   rid: optional(clientRequestId),
@@ -57,8 +62,11 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     const message = `logprob_start_len must be -1, found ${startLength}: tokens of the prompt have no log probabilities.`;
     throw new ApiError('unsupported_value', message, { param: 'logprob_start_len' });
   }
-  const sampling = fields.sampling_params ?? object(samplingFields).read({}, '');
-  const asked = samplingCall(sampling, served, 'sampling_params');
+  const given = fields.sampling_params;
+  const sampling = given ?? object(samplingFields).read({}, '');
+  // SGLang's own name for it first.
+  const minTokens = given?.min_new_tokens ?? sampling.min_tokens;
+  const asked = samplingCall({ ...sampling, min_tokens: minTokens }, served, 'sampling_params');
   const call: GenerationCall = {
     model: served.modelId,
     stream: fields.stream ?? false,
@@ -67,7 +75,7 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     ...asked,
     sampling: { ...asked.sampling, ...(isLogged ? { logprobs: fields.top_logprobs_num ?? 0 } : {}) },
     seed: null,
-    maxTokens: fields.sampling_params?.max_new_tokens ?? null,
+    maxTokens: given?.max_new_tokens ?? null,
     requestId: fields.rid ?? null,
     salt: saltOf(fields),
   };

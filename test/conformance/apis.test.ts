@@ -566,6 +566,20 @@ test('/generate sends all of the text so far with every event', async () => {
   assert.equal(at(parsed.at(-1), 'meta_info', 'finish_reason', 'type'), 'length');
 });
 
+test("/generate knows SGLang's names of what it can do, and refuses those of what it cannot", async () => {
+  const whole = post('/generate', { text: 'a', sampling_params: { max_new_tokens: 8, min_new_tokens: 2 } });
+  const room = await server.rooms.next();
+  assert.equal(room.request.sampling.rules?.minTokens, 2);
+  room.text('one');
+  room.end({ kind: 'length' });
+  assert.equal((await whole).status, 200);
+  for (const name of ['json_schema', 'regex', 'ebnf', 'structural_tag']) {
+    const refused = await post('/generate', { text: 'a', sampling_params: { [name]: '{}' } });
+    assert.equal(refused.status, 400);
+    assert.equal(at(await refused.json(), 'error', 'param'), `sampling_params.${name}`);
+  }
+});
+
 // surface: endpoint.server-info, endpoint.model-info, endpoint.loads
 test('the server says what it is, without keys and paths', async () => {
   for (const path of ['/server_info', '/get_server_info']) {
