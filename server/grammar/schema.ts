@@ -190,6 +190,7 @@ export function createSchemaReader(root: unknown, rootPath: string, budget: Sche
     const where = at(path, keyword);
     switch (keyword) {
       case 'const':
+        checkNumbers(schema['const'], where);
         return literals([schema['const']], kinds);
       case 'enum':
         return readEnum(schema['enum'], where, kinds);
@@ -441,7 +442,18 @@ function readEnum(value: unknown, path: string, kinds: readonly ShapeKind[] | nu
   if (value.length > SCHEMA_LIMITS.enumValues) {
     throw tooComplex(path, `has more than ${SCHEMA_LIMITS.enumValues} values.`);
   }
+  checkNumbers(value, path);
   return literals(value, kinds);
+}
+
+/** Refuse numbers that JavaScript has read as something else: no answer could have them. */
+function checkNumbers(value: unknown, path: string): void {
+  if (typeof value === 'number' && !Number.isFinite(value)) throw invalid(path, 'is a number that is too large.');
+  if (typeof value !== 'object' || value === null) return;
+  const isList = Array.isArray(value);
+  for (const [key, member] of Object.entries(value)) {
+    checkNumbers(member, isList ? `${path}[${key}]` : at(path, key));
+  }
 }
 
 function literals(values: readonly unknown[], kinds: readonly ShapeKind[] | null): Shape {
