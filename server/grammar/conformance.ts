@@ -4,11 +4,12 @@
  */
 import type { Automaton } from './automaton.ts';
 import { jsonString } from './automaton.ts';
-import type { Shape } from './schema.ts';
+import { SCHEMA_LIMITS, type Shape } from './schema.ts';
 
 const utf8 = new TextEncoder();
-/** Values are nested so deep at most, and looked at so often: schemas of `oneOf` may make that many times their size. */
-const MAX_DEPTH = 256;
+/** Values are nested so deep at most: what contains itself could go on. */
+const MAX_DEPTH = SCHEMA_LIMITS.nesting;
+/** They are looked at so often: schemas of `oneOf` may make that many times their size. */
 const MAX_LOOKS = 1_000_000;
 
 /** Where and why a value is not of a shape, in words that follow "the answer"; null if it is. */
@@ -69,7 +70,7 @@ export function misfit(value: unknown, shape: Shape): string | null {
         return fitting > 1 ? `fits more than one schema of oneOf at ${path}` : first;
       }
       case 'reference':
-        return look(part, of.target, path, depth + 1);
+        return look(part, of.target, path, depth);
       default:
         return of satisfies never;
     }

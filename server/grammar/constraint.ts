@@ -8,6 +8,7 @@ import { compile, isAnswerable, isCallable, type AnswerShape, type ToolShape } f
 import {
   alternativesOf,
   chargeSchema,
+  checkNesting,
   checkRawPatterns,
   createSchemaReader,
   fullBudget,
@@ -56,6 +57,8 @@ export function readConstraint(constraint: Constraint): ReadConstraint {
   for (const { tool, path } of constraint.tools) chargeSchema(tool.parameters, path, budget);
   const value = schema === null ? null : readSchema(schema.value, schema.path, budget);
   const tools = constraint.tools.map(({ tool, path }) => readTool(tool, path, budget));
+  if (schema !== null && value !== null) checkNesting(value, schema.path);
+  for (const [index, { parameters }] of tools.entries()) checkNesting(parameters, constraint.tools[index]!.path);
   const answer: AnswerShape = { value, tools, maxCalls: constraint.maxCalls };
   if (schema !== null && !isAnswerable({ ...answer, tools: [] })) {
     throw new ApiError('invalid_schema', `${schema.path} allows no value of finite size.`, { param: schema.path });

@@ -53,6 +53,8 @@ export interface TextPattern {
 /** What schemas may have at most, all of those of one request together. */
 export const SCHEMA_LIMITS = {
   depth: 32,
+  /** Arrays, objects and unions within each other where references are followed; what contains itself counts once. */
+  nesting: 256,
   nodes: 10_000,
   characters: 256 * 1024,
   enumValues: 1000,
@@ -360,6 +362,8 @@ export function createSchemaReader(root: unknown, rootPath: string, budget: Sche
   /** Read what is referred to, one after the other and not one within the other. */
   function resolvePending(): void {
     for (const { reference, schema, path } of pending) reference.target = read(schema, path, 0);
+    // No reference refers to another one: chains are as long as the list of definitions. Their ends were read last.
+    for (const { reference } of pending.toReversed()) reference.target = endOfChain(reference);
     pending.length = 0;
   }
 
@@ -368,6 +372,43 @@ export function createSchemaReader(root: unknown, rootPath: string, budget: Sche
   }
 
   return { read };
+}
+
+/** What a chain of references leads to: nothing if it is a ring. */
+function endOfChain(reference: Extract<Shape, { kind: 'reference' }>): Shape {
+  const seen = new Set<Shape>();
+  let shape: Shape = reference;
+  while (shape.kind === 'reference' && !seen.has(shape)) {
+    seen.add(shape);
+    shape = shape.target;
+  }
+  return shape.kind === 'reference' ? { kind: 'never' } : shape;
+}
+
+/**
+ * Refuse a shape whose parts are nested deeper than answers are checked, which references make possible.
+ *
+ * @throws ApiError schema_too_complex.
+ */
+export function checkNesting(root: Shape, path: string): void {
+  const heights = new Map<Shape, number>();
+  const limit = SCHEMA_LIMITS.nesting;
+
+  function heightOf(shape: Shape, depth: number): number {
+    if (shape.kind === 'reference') return heightOf(shape.target, depth);
+    let height = heights.get(shape);
+    if (height === undefined) {
+      heights.set(shape, 0); // for the parts that contain it
+      height = 0;
+      if (depth <= limit) for (const part of partsOf(shape)) height = Math.max(height, heightOf(part, depth + 1) + 1);
+      heights.set(shape, height);
+    }
+    if (depth + height > limit)
+      throw tooComplex(path, `is nested more than ${limit} deep where it refers to its parts.`);
+    return height;
+  }
+
+  heightOf(root, 0);
 }
 
 function decodePointer(text: string): string {

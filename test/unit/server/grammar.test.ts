@@ -370,6 +370,43 @@ test('a finished answer is checked by itself, also for what no mask can see', ()
   }
 });
 
+test('references are followed to the end, or refused where what they refer to is nested too deep', () => {
+  const chain = (length: number, link: (next: object) => object, end: object) =>
+    held({
+      $ref: '#/$defs/d0',
+      $defs: Object.fromEntries(
+        Array.from({ length: length + 1 }, (_, index) => [
+          `d${index}`,
+          index === length ? end : link({ $ref: `#/$defs/d${index + 1}` }),
+        ]),
+      ),
+    });
+  const bare = chain(2000, (next) => next, { type: 'boolean' });
+  const lists = (length: number) =>
+    chain(length, (items) => ({ anyOf: [{ type: 'array', minItems: 1, maxItems: 1, items }] }), { type: 'null' });
+  for (const [constraint, content] of [
+    [bare, 'true'],
+    [lists(90), `${'['.repeat(90)}null${']'.repeat(90)}`],
+    [lists(128), `${'['.repeat(128)}null${']'.repeat(128)}`],
+  ] as const) {
+    assert.equal(packConstraint(constraint).read.check({ content, toolCalls: [] }), null, content);
+  }
+  assert.match(walk(bare, createPrng(seed)) ?? '', /^(true|false)$/);
+  const refused = { code: 'schema_too_complex', param: 'schema' };
+  assert.deepEqual(refusalOf(lists(129)), refused);
+  assert.deepEqual(refusalOf(lists(900)), refused);
+  // The short way to the end is not the only one.
+  const shortcut = { ...(lists(129).schema!.value as object), $ref: undefined };
+  const both = { ...shortcut, prefixItems: [{ $ref: '#/$defs/d60' }, { $ref: '#/$defs/d0' }] };
+  assert.deepEqual(refusalOf(held(both)), refused);
+  // What contains itself has no depth of its own, and a ring of references no value.
+  const tree = { $defs: { t: { type: 'array', items: { $ref: '#/$defs/t' } } }, $ref: '#/$defs/t' };
+  assert.equal(packConstraint(held(tree)).read.check({ content: '[[],[[]]]', toolCalls: [] }), null);
+  const ring = { $defs: { a: { $ref: '#/$defs/b' }, b: { $ref: '#/$defs/a' } } };
+  const besideRing = held({ ...ring, anyOf: [{ $ref: '#/$defs/a' }, { type: 'boolean' }] });
+  assert.equal(packConstraint(besideRing).read.check({ content: 'true', toolCalls: [] }), null);
+});
+
 describe('steering', () => {
   const { text: constraint } = packConstraint(held({ type: 'boolean' }));
   const first = (tokens: string) => tokenizer.encode(tokens)[0]!;
