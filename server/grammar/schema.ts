@@ -490,6 +490,9 @@ function readEnum(value: unknown, path: string, kinds: readonly ShapeKind[] | nu
 /** Refuse numbers that JavaScript has read as something else: no answer could have them. */
 function checkNumbers(value: unknown, path: string): void {
   if (typeof value === 'number' && !Number.isFinite(value)) throw invalid(path, 'is a number that is too large.');
+  if (Number.isInteger(value) && !Number.isSafeInteger(value)) {
+    throw invalid(path, 'is an integer of more than 53 bits, which is not kept to the last digit: make it a string.');
+  }
   if (typeof value !== 'object' || value === null) return;
   const isList = Array.isArray(value);
   for (const [key, member] of Object.entries(value)) {

@@ -54,7 +54,7 @@ const LITERALS = [
   '世界',
   0,
   -1.5,
-  1e21,
+  1e-7,
   true,
   null,
   [1, 'a'],

@@ -282,7 +282,10 @@ test('what is not supported is refused by the name and the path of its keyword',
     [{ anyOf: [{}], properties: {} }, 'schema.anyOf'],
     [{ anyOf: [] }, 'schema.anyOf'],
     [{ enum: [] }, 'schema.enum'],
-    // JSON.parse makes infinities of them.
+    // JSON.parse has made other numbers of what was written.
+    [JSON.parse('{"const": 9007199254740993}'), 'schema.const'],
+    [JSON.parse('{"type": "integer", "enum": [1, -12345678901234567]}'), 'schema.enum[1]'],
+    [JSON.parse('{"const": {"a": 123456789012345678901234567890}}'), 'schema.const.a'],
     [{ const: Infinity }, 'schema.const'],
     [inside({ enum: [1, { a: [-Infinity] }] }), 'schema.properties.a.items.enum[1].a[0]'],
     [{ type: 'strnig' }, 'schema.type'],
@@ -362,6 +365,7 @@ test('a finished answer is checked by itself, also for what no mask can see', ()
     [{ type: 'object', properties: { a: {} }, additionalProperties: false }, '{"b": 1}', /"b" at \$, which/],
     [{ type: 'array', items: { enum: [1, { a: [2] }] } }, '[1, {"a": [2]}, {"a": [3]}]', /list at \$\[2\]/],
     [{ type: 'string', pattern: '^\\d+$' }, '"12a"', /pattern/],
+    [{ const: 9007199254740991 }, '9007199254740991', null],
   ];
   for (const [schema, content, fault] of cases) {
     const found = packConstraint(held(schema)).read.check({ content, toolCalls: [] });
