@@ -4,9 +4,10 @@
  */
 import { ApiError } from '../errors.ts';
 import { misfit } from './conformance.ts';
-import { compile, isAnswerable, isCallable, type AnswerShape, type ToolShape } from './program.ts';
+import { compile, hopelessParameter, isAnswerable, type AnswerShape, type ToolShape } from './program.ts';
 import {
   alternativesOf,
+  at,
   chargeSchema,
   checkNesting,
   checkRawPatterns,
@@ -63,10 +64,12 @@ export function readConstraint(constraint: Constraint): ReadConstraint {
   if (schema !== null && !isAnswerable({ ...answer, tools: [] })) {
     throw new ApiError('invalid_schema', `${schema.path} allows no value of finite size.`, { param: schema.path });
   }
-  const hopeless = tools.findIndex((tool) => !isCallable(tool));
-  if (hopeless >= 0) {
-    const { path } = constraint.tools[hopeless]!;
-    throw new ApiError('invalid_schema', `${path} allows no arguments of finite size.`, { param: path });
+  for (const [index, tool] of tools.entries()) {
+    const name = hopelessParameter(tool);
+    if (name === null) continue;
+    const param = at(at(constraint.tools[index]!.path, 'properties'), name);
+    const message = `${param} is required, and no tool call can have it: it has no value of finite size, or its name or its values hold characters that calls cannot spell.`;
+    throw new ApiError('invalid_schema', message, { param });
   }
   return {
     answer,

@@ -88,12 +88,46 @@ export function isAnswerable({ value, tools }: AnswerShape): boolean {
 }
 
 /** Whether there are arguments that a tool can be called with. */
-export function isCallable({ parameters }: ToolShape): boolean {
-  const possible = possibleShapes(parameters);
-  return parameters.properties.every(
-    ({ name, shape, required }) => !required || (isParameterName(name) && possible.has(shape)),
-  );
+export function isCallable(tool: ToolShape): boolean {
+  return hopelessParameter(tool) === null;
 }
+
+/** The name of the first parameter that a tool requires and that no call can have; null if there is none. */
+export function hopelessParameter({ parameters }: ToolShape): string | null {
+  const possible = possibleShapes(parameters);
+  const hopeless = parameters.properties.find(({ name, shape, required }) => {
+    return required && !isParameter(name, shape, possible);
+  });
+  return hopeless?.name ?? null;
+}
+
+/** Whether a call can have this parameter. */
+function isParameter(name: string, shape: Shape, possible: ReadonlySet<Shape>): boolean {
+  if (!isParameterName(name)) return false;
+  let answer = spellable.get(shape);
+  if (answer === undefined) {
+    answer = alternativesOf(shape).some((each) => possible.has(each) && hasParameterSpelling(each));
+    spellable.set(shape, answer);
+  }
+  return answer;
+}
+
+/** Whether a value of this shape, no union and no reference, can be spelled in a call: strings stand there as they are. */
+function hasParameterSpelling(shape: Shape): boolean {
+  if (shape.kind === 'string') {
+    return shape.pattern === null || shape.pattern.automaton('raw', shape.min, shape.max) !== null;
+  }
+  if (shape.kind !== 'literals') return true;
+  let answer = spellable.get(shape);
+  if (answer === undefined) {
+    answer = shape.values.some((value) => typeof value !== 'string' || hasRawSpelling(value));
+    spellable.set(shape, answer);
+  }
+  return answer;
+}
+
+/** What is known of shapes: many parameters may refer to one that is large. */
+const spellable = new WeakMap<Shape, boolean>();
 
 /** Names stand in an attribute of the markup. */
 function isParameterName(name: string): boolean {
@@ -263,7 +297,7 @@ export function compile(answer: AnswerShape): Program {
     const end = `</${dsml}invoke>\n`;
     let [first, rest] = [literal(`\n${end}`, RETURN), literal(end, RETURN)];
     for (const property of parameters.properties.toReversed()) {
-      if (!isParameterName(property.name) || !possible.has(property.shape)) continue;
+      if (!isParameter(property.name, property.shape, possible)) continue;
       const parameter = writeParameter(property.name, property.shape, rest);
       first = property.required ? parameter : split([parameter, first]);
       rest = property.required ? parameter : split([parameter, rest]);
@@ -277,7 +311,7 @@ export function compile(answer: AnswerShape): Program {
     const raw: Place[] = [];
     const json: Place[] = [];
     for (const each of alternativesOf(shape)) {
-      if (!possible.has(each)) continue;
+      if (!possible.has(each) || !hasParameterSpelling(each)) continue;
       if (each.kind === 'string') raw.push(writeText(each, 'raw', end));
       else if (each.kind === 'any') {
         raw.push(free('raw', 0, Infinity, end));

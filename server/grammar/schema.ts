@@ -121,7 +121,8 @@ function tooComplex(path: string, message: string): ApiError {
   return new ApiError('schema_too_complex', `${path} ${message}`, { param: path });
 }
 
-function at(path: string, key: string): string {
+/** The path of a member of what is at `path`. */
+export function at(path: string, key: string): string {
   return /^[A-Za-z_$][\w$-]*$/.test(key) ? `${path}.${key}` : `${path}[${JSON.stringify(key.slice(0, 64))}]`;
 }
 

@@ -207,6 +207,33 @@ describe('tool calls drawn from the masks', () => {
     assert.deepEqual([...names].toSorted(), ['now', 'weather']);
   });
 
+  test('a parameter without a value that a call can spell is left out, or refused by name if it is required', () => {
+    const of = (properties: object, required: string[]): Constraint => ({
+      thinking: false,
+      schema: null,
+      tools: [{ tool: { name: 'f', parameters: { type: 'object', properties, required }, strict: true }, path: 'p' }],
+      maxCalls: 1,
+    });
+    const b = { type: 'boolean' };
+    for (const a of [
+      { enum: ['a｜b', '\ud800'] },
+      { const: '｜' },
+      { type: 'string', pattern: '^｜x$' },
+      { anyOf: [{ const: '｜' }, false] },
+    ]) {
+      assert.deepEqual(refusalOf(of({ b, a }, ['b', 'a'])), { code: 'invalid_schema', param: 'p.properties.a' });
+      const text = walk(of({ b, a }, ['b']), createPrng(seed));
+      assert.match(text ?? '', /name="b" string="false">(true|false)</);
+      assert.doesNotMatch(text ?? '', /name="a"/);
+      assert.doesNotMatch(walk(of({ a }, []), createPrng(seed)) ?? 'name="a"', /name="a"/);
+      // Others of its values can be spelled; so can these within JSON.
+      assert.match(walk(of({ a: { anyOf: [a, b] } }, ['a']), createPrng(seed)) ?? '', />(true|false)</);
+      assert.match(walk(of({ a: { type: 'array', items: a, minItems: 1 } }, ['a']), createPrng(seed)) ?? '', />\[\s*"/);
+    }
+    assert.equal(refusalOf(of({ a: { type: 'array', items: false, minItems: 1 } }, ['a'])).param, 'p.properties.a');
+    assert.equal(refusalOf(of({ 'a"': b }, ['a"'])).param, 'p.properties["a\\""]');
+  });
+
   test('a parameter that cannot be followed is free unless the tool is strict', () => {
     const odd = { type: 'object', properties: { n: { type: 'integer', multipleOf: 2 } }, required: ['n'] };
     const of = (strict: boolean): Constraint => ({
