@@ -120,23 +120,26 @@ function readLeniently(parameters: object, path: string, reader: SchemaReader): 
   } catch (error) {
     if (!(error instanceof ApiError) || error.code !== 'invalid_schema') throw error;
   }
-  const { properties, required } = parameters as { properties?: unknown; required?: unknown };
-  const isObject = typeof properties === 'object' && properties !== null && !Array.isArray(properties);
-  const needed = new Set<unknown>(Array.isArray(required) ? required : []);
-  return {
-    kind: 'object',
-    properties: Object.entries(isObject ? properties : {}).map(([name, schema]) => {
-      let shape: Shape = { kind: 'any' };
-      try {
-        shape = reader.read(schema, `${path}.properties.${name}`, 1);
-      } catch (error) {
-        if (!(error instanceof ApiError) || error.code !== 'invalid_schema') throw error;
-      }
-      return { name, shape, required: needed.has(name) };
-    }),
-    additional: null,
-    isOpen: true,
+  const readPart = (schema: unknown, partPath: string): Shape => {
+    try {
+      return reader.read(schema, partPath, 1);
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.code !== 'invalid_schema') throw error;
+      return { kind: 'any' };
+    }
   };
+  const { properties, required, additionalProperties } = parameters as Readonly<Record<string, unknown>>;
+  const isObject = typeof properties === 'object' && properties !== null && !Array.isArray(properties);
+  const given = Object.entries(isObject ? properties : {});
+  const needed = new Set<unknown>(Array.isArray(required) ? required : []);
+  const read = given.map(([name, schema]) => {
+    return { name, shape: readPart(schema, `${path}.properties.${name}`), required: needed.has(name) };
+  });
+  // What is required and not among the properties is one of the others.
+  for (const [name] of given) needed.delete(name);
+  const others = readPart(additionalProperties ?? true, `${path}.additionalProperties`);
+  for (const name of needed) if (typeof name === 'string') read.push({ name, shape: others, required: true });
+  return { kind: 'object', properties: read, additional: null, isOpen: true };
 }
 
 // ---------------------------------------------------------------------------------------------------------

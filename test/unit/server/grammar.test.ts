@@ -207,6 +207,30 @@ describe('tool calls drawn from the masks', () => {
     assert.deepEqual([...names].toSorted(), ['now', 'weather']);
   });
 
+  test('what a tool requires is in its calls, also where its schema is not supported or does not speak of it', () => {
+    const of = (more: object): Constraint => ({
+      thinking: false,
+      schema: null,
+      tools: [{ tool: { name: 'f', parameters: { type: 'object', minProperties: 1, ...more } }, path: 'p' }],
+      maxCalls: 1,
+    });
+    const d = { const: 1 };
+    const free = of({ properties: { d }, required: ['d', 'zz'] });
+    const { read } = packConstraint(free);
+    assert.equal(read.check({ content: '', toolCalls: [{ name: 'f', arguments: '{"d":1,"zz":[]}' }] }), null);
+    assert.match(read.check({ content: '', toolCalls: [{ name: 'f', arguments: '{"d":1}' }] }) ?? '', /lacks "zz"/);
+    const shaped = of({ properties: { d }, required: ['d', 'zz'], additionalProperties: { type: 'boolean' } });
+    const call = /name="d" string="false">1<.*\n.*name="zz" string="false">(true|false)</;
+    assert.match(walk(shaped, createPrng(seed)) ?? '', call);
+    const odd = of({ required: ['zz'], additionalProperties: { type: 'number', multipleOf: 2 } });
+    assert.equal(
+      packConstraint(odd).read.check({ content: '', toolCalls: [{ name: 'f', arguments: '{"zz":2}' }] }),
+      null,
+    );
+    const none = of({ properties: { d }, required: ['d', 'zz'], additionalProperties: false });
+    assert.deepEqual(refusalOf(none), { code: 'invalid_schema', param: 'p.properties.zz' });
+  });
+
   test('a parameter without a value that a call can spell is left out, or refused by name if it is required', () => {
     const of = (properties: object, required: string[]): Constraint => ({
       thinking: false,
