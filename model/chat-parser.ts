@@ -16,7 +16,10 @@ import type { ChatDelta } from './chat.ts';
 
 /** Reads one answer. Feed every piece of text to `push`, then call `end` once. */
 export interface ChatParser {
-  /** Deltas that `text`, the next piece of the output without the end token, completes. Neighbours are merged. */
+  /**
+   * Deltas that `text`, the next piece of the output without the end token, completes. Neighbours are merged, unless
+   * dropped markup lies between them.
+   */
   push(text: string): ChatDelta[];
   /**
    * Deltas of the text still held back. Markup of a truncated tool block is dropped, open JSON stays open. Where the
@@ -25,6 +28,10 @@ export interface ChatParser {
   end(stopped: boolean): ChatDelta[];
   /** Tool calls read to their end so far: above 0, the answer's finish reason is `tool_calls`. */
   readonly toolCallCount: number;
+  /** Where the mark that closed the reasoning begins in the output, in UTF-16 units; null where none has come. */
+  readonly thinkEndAt: number | null;
+  /** How much of the output, in UTF-16 units, is passed on or dropped: what comes behind it is held back. */
+  readonly settledLength: number;
 }
 
 /**
@@ -142,10 +149,13 @@ const OPEN_TAG = /^<(?!\/)/;
 
 class Parser implements ChatParser {
   toolCallCount = 0;
+  thinkEndAt: number | null = null;
   readonly #tools: boolean;
   #state: State;
   /** Text not yet consumed; between pushes never longer than a marker. */
   #buffer = '';
+  /** All text that was pushed, in UTF-16 units. */
+  #pushedLength = 0;
   #deltas: ChatDelta[] = [];
   /** Calls begun, so the current one's index is one less. */
   #callsBegun = 0;
@@ -161,8 +171,13 @@ class Parser implements ChatParser {
     this.#state = thinking ? 'start' : 'content';
   }
 
+  get settledLength(): number {
+    return this.#pushedLength - this.#buffer.length;
+  }
+
   push(text: string): ChatDelta[] {
     this.#buffer += text;
+    this.#pushedLength += text.length;
     while (this.#step()) {
       // Each step consumes one marker; the last one finds none and leaves what may become one.
     }
@@ -172,8 +187,8 @@ class Parser implements ChatParser {
   end(stopped: boolean): ChatDelta[] {
     // Inside a block nothing held back is text. Before one, the tail is text unless a tag has clearly begun.
     const text = this.#tools && TAG_BEGINNING.test(this.#buffer) ? '' : this.#buffer;
-    if (this.#state === 'start' || this.#state === 'reasoning') this.#emitText('reasoning', text);
-    else if (this.#state === 'content') this.#emitText('content', text);
+    if (this.#state === 'start' || this.#state === 'reasoning') this.#emitText('reasoning', text, this.settledLength);
+    else if (this.#state === 'content') this.#emitText('content', text, this.settledLength);
     else if (this.#state === 'invoke' && stopped && !OPEN_TAG.test(this.#buffer) && this.#holdsArguments()) {
       this.#endCall();
     }
@@ -194,15 +209,19 @@ class Parser implements ChatParser {
         return true;
       }
       case 'reasoning': {
+        const at = this.settledLength;
         const { text, marker } = this.#takeUntil(this.#tools ? IN_REASONING_WITH_TOOLS : IN_REASONING);
-        this.#emitText('reasoning', text);
-        if (marker === 'thinkEnd') this.#state = 'content';
-        else if (marker !== null) this.#openBlock(marker);
+        this.#emitText('reasoning', text, at);
+        if (marker === 'thinkEnd') {
+          this.thinkEndAt = at + text.length;
+          this.#state = 'content';
+        } else if (marker !== null) this.#openBlock(marker);
         return marker !== null;
       }
       case 'content': {
+        const at = this.settledLength;
         const { text, marker } = this.#takeUntil(this.#tools ? IN_CONTENT_WITH_TOOLS : IN_CONTENT);
-        this.#emitText('content', text);
+        this.#emitText('content', text, at);
         if (marker !== null) this.#openBlock(marker);
         return marker !== null;
       }
@@ -337,11 +356,11 @@ class Parser implements ChatParser {
     return { text: buffer.slice(0, end), marker: null, matched: '' };
   }
 
-  #emitText(kind: 'reasoning' | 'content', text: string): void {
+  #emitText(kind: 'reasoning' | 'content', text: string, at: number): void {
     if (text === '') return;
     const last = this.#deltas.at(-1);
-    if (last?.kind === kind) last.text += text;
-    else this.#deltas.push({ kind, text });
+    if (last?.kind === kind && last.at + last.text.length === at) last.text += text;
+    else this.#deltas.push({ kind, text, at });
   }
 
   #emitArguments(text: string): void {

@@ -77,10 +77,13 @@ export interface ChatEncoding {
   readonly responseFormat: string | null;
 }
 
-/** A piece of a parsed answer. Pieces of one kind (and index) are joined by the receiver. Texts are never empty. */
+/**
+ * A piece of a parsed answer. Pieces of one kind (and index) are joined by the receiver. Texts are never empty. `at` is
+ * where reasoning and content begin in the output of the model, in UTF-16 units: they stand there as they are here.
+ */
 export type ChatDelta =
-  | { kind: 'reasoning'; text: string }
-  | { kind: 'content'; text: string }
+  | { kind: 'reasoning'; text: string; at: number }
+  | { kind: 'content'; text: string; at: number }
   /** Call number `index`, from 0, begins; once for each call, before its arguments. */
   | { kind: 'tool_name'; index: number; name: string }
   /** The next piece of the JSON text of the call's arguments. */

@@ -50,6 +50,8 @@ export interface Detokenizer {
   push(id: number): string;
   /** Text still held back: U+FFFD for an incomplete code point, else empty. The detokenizer is fresh afterwards. */
   flush(): string;
+  /** Whether the bytes of an incomplete code point are held back. */
+  readonly holdsBytes: boolean;
 }
 
 /**
@@ -142,12 +144,27 @@ export function loadTokenizer(dir: string): Tokenizer {
 export function createDetokenizer(tokenizer: Tokenizer, options: { skipSpecialTokens: boolean }): Detokenizer {
   // ignoreBOM keeps a leading U+FEFF, which is text here. In streaming mode the decoder holds an incomplete code point.
   const decoder = new TextDecoder('utf-8', { ignoreBOM: true });
+  /** The last bytes, none behind ASCII: no code point that is incomplete has more than three. */
+  let tail: number[] = [];
   return {
     push(id) {
       if (options.skipSpecialTokens && tokenizer.isSpecial(id)) return '';
-      return decoder.decode(tokenizer.tokenBytes(id), { stream: true });
+      const bytes = tokenizer.tokenBytes(id);
+      const last = bytes.at(-1);
+      if (last !== undefined) tail = last < 0x80 ? [] : [...tail, ...bytes.slice(-3)].slice(-3);
+      return decoder.decode(bytes, { stream: true });
     },
-    flush: () => decoder.decode(),
+    flush() {
+      tail = [];
+      return decoder.decode();
+    },
+    get holdsBytes() {
+      if (tail.length === 0) return false;
+      // A decoder shows that it holds something back only by what it makes of the end.
+      const probe = new TextDecoder('utf-8', { ignoreBOM: true });
+      probe.decode(Uint8Array.from(tail), { stream: true });
+      return probe.decode() !== '';
+    },
   };
 }
 

@@ -583,7 +583,7 @@ async function tokenize(context: AppContext, body: JsonObject, signal: AbortSign
 }
 
 /** What each id adds to the text, and last of all what was held back. Others have their turn meanwhile. */
-async function textsOf(ids: readonly number[], detokenizer: Detokenizer): Promise<string[]> {
+async function textsOf(ids: readonly number[], detokenizer: Pick<Detokenizer, 'push' | 'flush'>): Promise<string[]> {
   const texts: string[] = [];
   for (const [index, id] of ids.entries()) {
     if (index % idsPerTurn === 0) await nextTurn();

@@ -178,8 +178,9 @@ export function createCompletionDialect(
     };
   }
 
-  function logprobs(index: number, logged: readonly LoggedToken[] | undefined): Logprobs | null {
-    if (logged === undefined || logged.length === 0) return null;
+  /** Null where they were not asked for; lists without entries where text has no token of its own. */
+  function logprobs(index: number, logged: readonly LoggedToken[]): Logprobs | null {
+    if (call.sampling.logprobs === undefined) return null;
     const start = echoOf(index).length;
     return {
       tokens: logged.map(({ id }) => tokens.text(id)),
@@ -221,10 +222,10 @@ export function createCompletionDialect(
   return {
     delta: (index, delta) => {
       const isText = delta.kind === 'content';
-      const found = logprobs(index, isText ? delta.logged : undefined);
+      const found = logprobs(index, (isText ? delta.logged : undefined) ?? []);
       return [...open(index), chunk(index, isText ? delta.text : '', { logprobs: found })];
     },
-    finish: (index, finish) => [...open(index), chunk(index, '', { finish })],
+    finish: (index, finish) => [...open(index), chunk(index, '', { finish, logprobs: logprobs(index, []) })],
     end: () => [...(call.includeUsage ? [event({ ...base, choices: [], usage: usage() })] : []), DONE],
     error: openaiErrorEvents,
     body: (choices) => ({

@@ -22,7 +22,7 @@ export interface TokenChoice {
   top: readonly { id: number; logprob: number }[];
 }
 
-/** A token whose choice the client wants to see: `offset` is where its text begins in the answer, in UTF-16 units. */
+/** A token whose choice the client wants to see: `offset` is where its shown text begins in the answer, in UTF-16 units. */
 export interface LoggedToken extends TokenChoice {
   offset: number;
 }
@@ -73,7 +73,7 @@ export interface GenerationOptions {
   minTokens: number;
   /** What becomes of reasoning: told apart, written before the content as the model does, or left out. */
   reasoning: 'separate' | 'inline' | 'hidden';
-  /** Whether the text of this token is left out of the answer (the end-of-sentence mark, say). */
+  /** Whether this token is left out of the answer before anything reads it (the end-of-sentence mark, say). */
   isHidden(id: number): boolean;
   detokenizer: Detokenizer;
   /** Reads reasoning and tool calls out of a chat answer; null for a completion. */
@@ -84,8 +84,6 @@ export interface GenerationOptions {
   onlyCalls: boolean;
   /** How many tool calls the answer may hold: 0 drops them all, 1 ends the answer before a second one. */
   maxToolCalls: number;
-  /** Whether this token stands for a boundary between the parts of an answer, and for no text. */
-  isMark(id: number): boolean;
   /** A new id for a tool call. */
   newCallId(): string;
 }
@@ -113,11 +111,13 @@ export function createGeneration(options: GenerationOptions): Generation {
   let callsBegun = 0;
   let lastStopTokenId: number | null = null;
   let finish: Finish | null = null;
-  /** Text that the matcher has seen, and has let go of, in UTF-16 units. */
-  let seenLength = 0;
+  /** Text that the detokenizer has given, the output, and text that the matcher has let go of, in UTF-16 units. */
+  let outputLength = 0;
   let freeLength = 0;
-  /** Tokens whose text is still held back; without an offset while all of it is. */
-  let unshown: { choice: TokenChoice; offset: number | null }[] = [];
+  /** Stretches of the output, from `at`, that the matcher holds back: their texts together are what it holds. */
+  const held: { at: number; length: number }[] = [];
+  /** Tokens that no text was shown of, and the stretch of the output from `start` to `end` that they had a part in. */
+  const unshown: { choice: TokenChoice; start: number; end: number }[] = [];
 
   /** End the answer here; nothing that comes later is read. */
   function finishNow(reason: 'stop' | 'length', matchedStop: string | number | null): void {
@@ -125,19 +125,48 @@ export function createGeneration(options: GenerationOptions): Generation {
     finish = { reason: reason === 'stop' && hasToolCall ? 'tool_calls' : reason, matchedStop };
   }
 
-  /** Text of the answer that no stop string can take back, with the tokens that begin in it. */
+  /** The tokens that first show text in the next `length` units of the answer, which the output has at `at`. */
+  function takeShown(at: number, length: number): LoggedToken[] {
+    const logged: LoggedToken[] = [];
+    forgetBefore(at);
+    while (unshown.length > 0 && unshown[0]!.start < at + length) {
+      const { choice, start } = unshown.shift()!;
+      logged.push({ ...choice, offset: freeLength + Math.max(0, start - at) });
+    }
+    freeLength += length;
+    return logged;
+  }
+
+  /** Drop the tokens that have no part in the output from `at` on. */
+  function forgetBefore(at: number): void {
+    while (unshown.length > 0 && unshown[0]!.end <= at) unshown.shift();
+  }
+
+  /** Drop the tokens that can show nothing any more. */
+  function forgetSettled(): void {
+    let settled = held[0]?.at ?? parser?.settledLength ?? outputLength;
+    // The mark that closes the reasoning is written with the content behind it.
+    if (options.reasoning === 'inline' && textKind === 'reasoning') {
+      settled = Math.min(settled, parser?.thinkEndAt ?? settled);
+    }
+    forgetBefore(settled);
+  }
+
+  /** Text of the answer that no stop string can take back, with the tokens that it shows first. */
   function show(kind: 'reasoning' | 'content', text: string, deltas: AnswerDelta[]): void {
     if (text === '') return;
-    freeLength += text.length;
     const logged: LoggedToken[] = [];
-    while (unshown.length > 0) {
-      const { choice, offset } = unshown[0]!;
-      if (offset === null || offset >= freeLength) break;
-      unshown.shift();
-      logged.push({ ...choice, offset });
+    const isShown = kind === 'reasoning' ? options.reasoning !== 'hidden' : !options.onlyCalls;
+    for (let left = text.length; left > 0;) {
+      const stretch = held[0]!;
+      const length = Math.min(left, stretch.length);
+      if (isShown) logged.push(...takeShown(stretch.at, length));
+      left -= length;
+      stretch.at += length;
+      stretch.length -= length;
+      if (stretch.length === 0) held.shift();
     }
-    if (kind === 'reasoning' && options.reasoning === 'hidden') return;
-    if (kind === 'content' && options.onlyCalls) return;
+    if (!isShown) return;
     const shownKind = options.reasoning === 'inline' ? 'content' : kind;
     appendDelta(deltas, { kind: shownKind, text, ...(logged.length === 0 ? {} : { logged }) });
   }
@@ -151,13 +180,18 @@ export function createGeneration(options: GenerationOptions): Generation {
     if (textKind === 'content') return;
     releaseHeldText(deltas);
     textKind = 'content';
-    if (options.reasoning === 'inline') appendDelta(deltas, { kind: 'content', text: CHAT_TOKENS.thinkEnd });
+    if (options.reasoning !== 'inline') return;
+    const text = CHAT_TOKENS.thinkEnd;
+    // A call inside the reasoning closes it without a mark of the model's own.
+    const at = parser?.thinkEndAt ?? null;
+    const logged = at === null ? [] : takeShown(at, text.length);
+    appendDelta(deltas, { kind: 'content', text, ...(logged.length === 0 ? {} : { logged }) });
   }
 
-  function takeText(kind: 'reasoning' | 'content', text: string, deltas: AnswerDelta[]): void {
+  /** `text` stands in the output at `at`. */
+  function takeText(kind: 'reasoning' | 'content', text: string, at: number, deltas: AnswerDelta[]): void {
     if (kind === 'content') endReasoning(deltas);
-    for (const token of unshown) token.offset ??= seenLength;
-    seenLength += text.length;
+    held.push({ at, length: text.length });
     const { free, matched } = matcher.push(text, usage.completionTokens <= options.minTokens);
     show(kind, matched !== null && options.keepsStop ? free + matched : free, deltas);
     if (matched !== null) finishNow('stop', matched);
@@ -167,11 +201,10 @@ export function createGeneration(options: GenerationOptions): Generation {
     switch (delta.kind) {
       case 'reasoning':
       case 'content':
-        return takeText(delta.kind, delta.text, deltas);
+        return takeText(delta.kind, delta.text, delta.at, deltas);
       case 'tool_name':
         endReasoning(deltas);
         releaseHeldText(deltas);
-        unshown = [];
         if (maxToolCalls === 0) return;
         if (callsBegun === maxToolCalls) return finishNow('stop', null);
         callsBegun += 1;
@@ -182,7 +215,6 @@ export function createGeneration(options: GenerationOptions): Generation {
           name: delta.name,
         });
       case 'tool_arguments':
-        unshown = [];
         if (maxToolCalls === 0) return;
         return appendDelta(deltas, { kind: 'tool_arguments', index: delta.index, text: delta.text });
       default:
@@ -192,7 +224,9 @@ export function createGeneration(options: GenerationOptions): Generation {
 
   function takeDecoded(text: string, deltas: AnswerDelta[]): void {
     if (text === '') return;
-    if (parser === null) return takeText('content', text, deltas);
+    const at = outputLength;
+    outputLength += text.length;
+    if (parser === null) return takeText('content', text, at, deltas);
     for (const delta of parser.push(text)) {
       if (finish === null) takeChatDelta(delta, deltas);
     }
@@ -208,8 +242,18 @@ export function createGeneration(options: GenerationOptions): Generation {
         if (isStop) lastStopTokenId = id;
         if (!options.isHidden(id)) {
           const choice = choices?.[index] ?? null;
-          if (choice !== null && !options.isMark(id)) unshown.push({ choice, offset: null });
-          takeDecoded(detokenizer.push(id), deltas);
+          const findsBytes = choice !== null && detokenizer.holdsBytes;
+          const text = detokenizer.push(id);
+          if (choice !== null) {
+            // The code point that the token leaves incomplete is its text too; a token without text shows nowhere.
+            const end = outputLength + text.length + (detokenizer.holdsBytes ? 1 : 0);
+            // One that it findsBytes incomplete and does not go on with is none of it.
+            const breaks = findsBytes && text.startsWith('\ufffd') && end > outputLength + 1;
+            const start = breaks ? outputLength + 1 : outputLength;
+            if (end > start) unshown.push({ choice, start, end });
+          }
+          takeDecoded(text, deltas);
+          forgetSettled();
         }
         // The mark that closes the reasoning still counts as reasoning: no content has come of it yet.
         if (textKind === 'reasoning' && !isStop) usage.reasoningTokens += 1;

@@ -454,9 +454,8 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
   if (reading.kind === 'text') {
     return createGeneration({
       ...common,
-      isHidden: isTrimmed,
-      isMark: () => false,
-      detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: call.skipSpecialTokens }),
+      isHidden: (id) => isTrimmed(id) || (call.skipSpecialTokens && tokenizer.isSpecial(id)),
+      detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: false }),
       parser: null,
       thinking: false,
       onlyCalls: false,
@@ -471,7 +470,6 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
   return createGeneration({
     ...common,
     isHidden: (id) => id === tokenizer.eosId || isTrimmed(id) || isHiddenMark(id),
-    isMark: (id) => marks.includes(id),
     detokenizer: createDetokenizer(tokenizer, { skipSpecialTokens: false }),
     parser: createChatParser({ thinking, tools: reading.readsToolCalls }),
     thinking,

@@ -482,6 +482,22 @@ test('log probabilities end with the text: tokens of a stop string, hidden reaso
   assert.equal(textOf(await loggedOf({ ...request, include_reasoning: false }, answer)), 'said');
 });
 
+test('a completion lists the tokens that it shows, and empty lists where it shows none', async () => {
+  const skipped = ['<｜Assistant｜>', '</think>'].map((each) => tokenizer.tokenId(each)!);
+  const ids = [...skipped, ...tokenizer.encode('Paris.'), tokenizer.eosId];
+  const bodyOf = async (output: Output) => {
+    const { body } = await app.post('/v1/completions', { prompt: 'x', logprobs: 1 }, output);
+    return (JSON.parse(body) as { choices: { text: string; logprobs: { tokens: string[]; text_offset: number[] } }[] })
+      .choices[0]!;
+  };
+  const { text, logprobs } = await bodyOf({ ids });
+  assert.equal(text, 'Paris.');
+  assert.equal(logprobs.tokens.join(''), text);
+  assert.equal(logprobs.text_offset[0], 0);
+  const nothing = { tokens: [], token_logprobs: [], top_logprobs: [], text_offset: [] };
+  assert.deepEqual((await bodyOf({ ids: skipped, outcome: 'length' })).logprobs, nothing);
+});
+
 test('api-bugs 70: what the template cannot render is a 400 that names the message', async () => {
   const { status, body } = await app.post(path, { messages: [user('q')], continue_final_message: true });
   assert.equal(status, 400, body);

@@ -61,13 +61,63 @@ const fragments = [
   '<｜DSML｜parameter name="t" string="true">',
 ];
 const written = fc.array(fc.constantFrom(...fragments), { maxLength: 16 }).map((parts) => parts.join(''));
-/** Tokens of text, some of them cut short so that a character stays incomplete. */
+const marks = ['<think>', '</think>', '｜DSML｜', '<｜Assistant｜>'].map((text) => {
+  const id = tokenizer.tokenId(text);
+  assert.ok(id !== undefined, text);
+  return { text, id };
+});
+/** Those that the parser reads: they are text where they are no markup. Others are dropped. */
+const markIds = marks.filter(({ id }) => id !== tokenizer.tokenId('<｜Assistant｜>')).map(({ id }) => id);
+/** Tokens of text, some of them cut short so that a character stays incomplete, and special tokens anywhere. */
 const output = fc.record({
   text: written,
+  marks: fc.array(fc.record({ id: fc.constantFrom(...marks.map(({ id }) => id)), at: fc.nat() }), { maxLength: 4 }),
   lost: fc.constantFrom(0, 0, 1, 3),
   outcome: fc.constantFrom('stop' as const, 'length' as const),
   steps: fc.array(fc.integer({ min: 1, max: 9 }), { minLength: 1, maxLength: 2 }),
 });
+
+/** The tokens of such an output, without its end. */
+function idsOf(given: { text: string; lost: number; marks: { id: number; at: number }[] }): number[] {
+  const all = tokenizer.encode(given.text);
+  const ids = all.slice(0, all.length - given.lost);
+  for (const { id, at } of given.marks) ids.splice(at % (ids.length + 1), 0, id);
+  return ids;
+}
+
+/** Whether the bytes of `text` are among `bytes` in their order; characters that were never whole are passed over. */
+function isWithin(text: string, bytes: readonly number[]): boolean {
+  const wanted = Buffer.from(text.replaceAll('\ufffd', ''));
+  let found = 0;
+  for (const byte of bytes) if (byte === wanted[found]) found += 1;
+  return found === wanted.length;
+}
+
+/**
+ * Check the entries of one whole answer against its text `shown`: they are tokens of `ids` in their order, all of the
+ * text is theirs, and special tokens are among them only where they show.
+ */
+function assertAligned(shown: string, entries: readonly LoggedEntry[], ids: readonly number[]): void {
+  let before = -1;
+  for (const { logprob, bytes } of entries) {
+    // The room that answers here gives each place in the answer its own logarithm.
+    const position = -8 * logprob - 1;
+    assert.ok(position > before, 'in the order of the tokens, and each once');
+    before = position;
+    assert.deepEqual(bytes, [...tokenizer.tokenBytes(ids[position]!)]);
+    assert.notEqual(ids[position], tokenizer.eosId);
+  }
+  const bytes = entries.flatMap((entry) => entry.bytes);
+  assert.ok(
+    isWithin(shown, bytes),
+    `${JSON.stringify(shown)} is not in ${JSON.stringify(entries.map((e) => e.token))}`,
+  );
+  for (const { text } of marks) {
+    const count = entries.filter(({ token }) => token === text).length;
+    assert.ok(count < shown.split(text).length, `${count} times ${text} for ${JSON.stringify(shown)}`);
+  }
+}
+
 const request = fc.record({
   thinking: fc.boolean(),
   tools: fc.constantFrom('none', 'given', 'given', 'unwanted'),
@@ -116,13 +166,10 @@ test(`chunks put together are the body, for any output and any split (seed ${see
         min_tokens: way.minTokens,
         ...(way.logprobs === null ? {} : { logprobs: true, top_logprobs: way.logprobs }),
       };
-      const whole = outputs.map(({ text, lost, outcome }) => {
-        const ids = tokenizer.encode(text);
-        return {
-          ids: [...ids.slice(0, ids.length - lost), ...(outcome === 'stop' ? [tokenizer.eosId] : [])],
-          outcome,
-        };
-      });
+      const whole = outputs.map((each) => ({
+        ids: [...idsOf(each), ...(each.outcome === 'stop' ? [tokenizer.eosId] : [])],
+        outcome: each.outcome,
+      }));
       const asWhole = JSON.parse((await app.post('/v1/chat/completions', body, ...whole)).body) as Body;
       const expected = asWhole.choices.map(({ message, finish_reason: finish }) => ({
         content: message.content ?? '',
@@ -131,7 +178,23 @@ test(`chunks put together are the body, for any output and any split (seed ${see
         finishes: [finish],
       }));
       const logged = asWhole.choices.map(({ logprobs }) => logprobs?.content ?? []);
-      for (const entries of logged) loggedCount += entries.length;
+      for (const [index, entries] of logged.entries()) {
+        loggedCount += entries.length;
+        if (way.logprobs === null) continue;
+        const { reasoning, content } = expected[index]!;
+        const { ids } = whole[index]!;
+        const shown = reasoning + content;
+        // A call inside the reasoning closes it in the text, without a token for that.
+        const mayClose = !way.separate && way.thinking && way.tools !== 'none';
+        const bytes = entries.flatMap((entry) => entry.bytes);
+        const closes = mayClose && !isWithin(shown, bytes);
+        assertAligned(closes ? shown.replace('</think>', '') : shown, entries, ids);
+        if (way.tools === 'none' && !way.thinking && way.stop === null) {
+          const limit = way.maxTokens ?? Infinity;
+          const shownIds = ids.slice(0, limit).filter((id) => !tokenizer.isSpecial(id) || markIds.includes(id));
+          assert.equal(entries.length, shownIds.length, 'without markup each token of text has an entry');
+        }
+      }
       for (const { calls, reasoning } of expected) {
         callCount += calls.length;
         if (reasoning !== '') reasoningCount++;
@@ -155,6 +218,13 @@ test(`chunks put together are the body, for any output and any split (seed ${see
         }));
         assert.deepEqual(found, expected);
         assert.deepEqual(assembleLogprobs(chunks), logged);
+        for (const { delta, logprobs } of chunks.flatMap((each) => each.choices)) {
+          const text = delta.content ?? delta.reasoning_content ?? '';
+          for (const { token } of logprobs?.content ?? []) {
+            const isShown = token.includes('\ufffd') || Array.from(token).some((character) => text.includes(character));
+            assert.ok(isShown, `${JSON.stringify(token)} came with ${JSON.stringify(text)}`);
+          }
+        }
         const last = chunks.at(-1) as unknown as { choices: []; usage: object };
         assert.deepEqual([last.choices, last.usage], [[], asWhole.usage]);
       }
@@ -192,16 +262,17 @@ test(`completion chunks put together are the body, each token with its place in 
     keepsStop: fc.boolean(),
     echo: fc.boolean(),
     logprobs: fc.constantFrom(0, 2),
+    skips: fc.boolean(),
   });
   await fc.assert(
-    fc.asyncProperty(way, output, async ({ stop, keepsStop, echo, logprobs }, { text, lost, outcome, steps }) => {
-      const ids = tokenizer.encode(text);
-      const given = { ids: ids.slice(0, ids.length - lost), outcome };
+    fc.asyncProperty(way, output, async ({ stop, keepsStop, echo, logprobs, skips }, written) => {
+      const { outcome, steps } = written;
+      const given = { ids: idsOf(written), outcome };
       const body = {
         prompt: 'é 世',
         echo,
         logprobs,
-        skip_special_tokens: false,
+        skip_special_tokens: skips,
         no_stop_trim: keepsStop,
         ...(stop === null ? {} : { stop }),
       };
@@ -216,13 +287,20 @@ test(`completion chunks put together are the body, each token with its place in 
         assert.deepEqual(assembleCompletion(chunks), expected);
       }
       const [choice] = asWhole.choices;
-      const { tokens = [], text_offset: offsets = [] } = choice!.logprobs ?? {};
+      assert.ok(choice!.logprobs !== null);
+      const { tokens, text_offset: offsets } = choice!.logprobs;
       tokenCount += tokens.length;
       for (const [index, token] of (tokens as string[]).entries()) {
         // A token of whole characters stands where its offset says, unless a stop string was cut out of it.
         const at = offsets[index] as number;
         const isWhole = !token.includes('\ufffd') && token !== '';
         if (isWhole) assert.ok(choice!.text.startsWith(token, at) || token.startsWith(choice!.text.slice(at)), token);
+      }
+      if (stop === null) {
+        const shown = given.ids.filter((id) => !skips || !tokenizer.isSpecial(id)).map((id) => tokenizer.decode([id]));
+        assert.deepEqual(tokens.slice(tokens.length - shown.length), shown);
+        const echoed = echo ? tokenizer.encode('é 世').length : 0;
+        assert.ok(tokens.length - shown.length - echoed <= 1, 'the prompt may begin with a token of its own');
       }
     }),
     { seed, numRuns: 100 },

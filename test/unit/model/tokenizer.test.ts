@@ -217,5 +217,8 @@ test('a checkpoint whose tokens are not bytes, or that lacks the end token, is r
 function pushAll(ids: readonly number[], options: { skipSpecialTokens: boolean }): string[] {
   const detokenizer = createDetokenizer(tokenizer, options);
   const texts = ids.map((id) => detokenizer.push(id));
-  return [...texts, detokenizer.flush()];
+  const { holdsBytes } = detokenizer;
+  const rest = detokenizer.flush();
+  assert.equal(holdsBytes, rest !== '', 'it says whether it holds something back');
+  return [...texts, rest];
 }

@@ -50,7 +50,6 @@ function makeGeneration(setup: Setup): Generation {
     keepsStop: setup.keepsStop ?? false,
     minTokens: setup.minTokens ?? 0,
     reasoning: setup.reasoning ?? 'separate',
-    isMark: (id) => isChat && tokenizer.isSpecial(id),
     newCallId: () => `call_${(callCount += 1)}`,
   });
 }
@@ -368,9 +367,42 @@ test('a token is shown with the piece of text in which it begins, and not if non
   assert.ok(!tokenizer.decode(ids.slice(0, logged.length - 1)).startsWith(content), 'and no token has none');
 });
 
-test('neither the marks of an answer nor the tokens of its tool calls are shown', () => {
+test('marks that show nothing and the tokens of tool calls have no entry', () => {
   const ids = [...tokenizer.encode(`think</think>Calling.${toolBlock([['add', [['a', false, '2']]]])}`), eos];
   const { logged } = sumDeltas(runLogged({ kind: 'chat', thinking: true }, ids, [3]));
   // The token of the full stop goes on with the blank lines that belong to the block.
   assert.equal(tokenizer.decode(logged.map(({ id }) => id)).trimEnd(), 'thinkCalling.');
+});
+
+// surface: answer.logprobs
+test('marks have an entry where the answer has their text, and dropped closing tags have none', () => {
+  const textsOf = (setup: Partial<Setup>, text: string, step = 1): [string, string] => {
+    const { content, logged } = sumDeltas(runLogged({ kind: 'chat', ...setup }, tokenizer.encode(text), [step]));
+    return [content, tokenizer.decode(logged.map(({ id }) => id))];
+  };
+  for (const text of ['</think>a</think>', '<think>b', 'c ｜DSML｜ d', 'e\n<｜DSML｜parameter name="a"']) {
+    assert.deepEqual(textsOf({}, text), [text, text]);
+  }
+  for (const step of [1, 2, 99]) {
+    const stray = 'a 1</｜DSML｜parameter></｜DSML｜invoke> b 2</｜DSML｜tool_calls>';
+    assert.deepEqual(textsOf({}, stray, step), ['a 1 b 2', 'a 1 b 2']);
+    const inline: Partial<Setup> = { thinking: true, reasoning: 'inline' };
+    assert.deepEqual(textsOf(inline, 'a</think>b</think>', step), ['a</think>b</think>', 'a</think>b</think>']);
+  }
+  // A call closes the reasoning without a mark of the model's own.
+  const closed = textsOf({ thinking: true, reasoning: 'inline' }, `a${toolBlock([['add', []]])}`);
+  assert.deepEqual(closed, ['a</think>', 'a']);
+});
+
+test('a token that breaks off a character begins behind it, and those that make one up all have an entry', () => {
+  const cheese = tokenizer.encode('🧀');
+  assert.ok(cheese.length > 1, 'the sample must be of several tokens');
+  const mark = tokenizer.tokenId('</think>')!;
+  const ids = [...cheese, ...cheese.slice(0, -1), mark];
+  const { content, logged } = sumDeltas(runLogged({ kind: 'chat' }, ids, [1]));
+  assert.equal(content, '🧀\ufffd</think>');
+  assert.deepEqual(
+    logged.map(({ id, offset }) => [id, offset]),
+    ids.map((id, index) => [id, index < cheese.length ? 0 : index < ids.length - 1 ? 2 : 3]),
+  );
 });

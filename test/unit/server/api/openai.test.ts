@@ -593,7 +593,7 @@ test('the chunks of a completion stream carry text and no role', () => {
 
 // surface: completions.echo
 test('an echo is the prompt of the choice, once, and moves the offsets of its tokens', () => {
-  const given = completion({ prompt: ['one', 'two'], n: 2, echo: true });
+  const given = completion({ prompt: ['one', 'two'], n: 2, echo: true, logprobs: 0 });
   const logged: LoggedToken[] = [{ id: 2, logprob: -0.5, top: [], offset: 0 }];
   const dialect = dialectOf(given);
   const events = [
