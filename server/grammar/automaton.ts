@@ -456,7 +456,6 @@ function finish({ classOf, classCount, next, accepts, boundary }: Tables): Autom
 // Ready-made patterns
 
 const digit: Pattern = { kind: 'set', ranges: [[0x30, 0x39]] };
-const EMPTY: Pattern = { kind: 'sequence', parts: [] };
 
 /** The characters of `text`, one after the other. */
 export function literalPattern(text: string): Pattern {
@@ -476,49 +475,63 @@ export function maybe(part: Pattern): Pattern {
 const MAX_DIGITS = 15;
 const LARGEST = 10 ** MAX_DIGITS - 1;
 
-/** Decimal integers from `min` to `max`; a choice of nothing if there are none. */
-export function integerPattern(min: number, max: number): Pattern {
+/** Whether there is an integer of up to 15 digits from `min` to `max`. */
+export function hasInteger(min: number, max: number): boolean {
+  return Math.max(Math.ceil(min), -LARGEST) <= Math.min(Math.floor(max), LARGEST);
+}
+
+/**
+ * Decimal integers from `min` to `max` of up to 15 digits, of which there must be one.
+ *
+ * Nothing is built, so a schema may have thousands of them: a state is what has been read, as a number. Once the bounds
+ * only say how many digits may follow, it is that, so that texts which go on alike share their states.
+ */
+export function integerAutomaton(min: number, max: number): Automaton {
   const low = Math.max(Math.ceil(min), -LARGEST);
   const high = Math.min(Math.floor(max), LARGEST);
-  const parts: Pattern[] = [];
-  if (low < 0 && low <= high) {
-    const negative = naturalPatterns(Math.max(1, -high), -low);
-    parts.push({ kind: 'sequence', parts: [literalPattern('-'), { kind: 'choice', parts: negative }] });
-  }
-  if (high >= 0 && low <= high) parts.push(...naturalPatterns(Math.max(0, low), high));
-  return { kind: 'choice', parts };
-}
+  // States: 0, the minus, 2 + what stands behind no minus, NEGATIVE + what stands behind it, COUNTED + how many digits
+  // may follow: at least and at most.
+  const [MINUS, NATURAL, NEGATIVE, COUNTED] = [1, 2, 2 + 10 ** MAX_DIGITS, 2 + 2 * 10 ** MAX_DIGITS];
+  const counted = (least: number, most: number): number => COUNTED + least * 16 + most;
 
-function naturalPatterns(low: number, high: number): Pattern[] {
-  const patterns: Pattern[] = [];
-  for (let length = String(low).length; length <= String(high).length; length += 1) {
-    const first = Math.max(low, length === 1 ? 0 : 10 ** (length - 1));
-    const last = Math.min(high, 10 ** length - 1);
-    if (first <= last) patterns.push(between(String(first), String(last)));
+  /** The state behind the digits of `value`; its own absolute value has to be within the bounds. */
+  function behind(value: number, isNegative: boolean): number {
+    const [from, to] = isNegative ? [Math.max(1, -high), -low] : [Math.max(0, low), high];
+    // Nothing follows a zero.
+    if (value === 0) return from === 0 && to >= 0 ? counted(0, 0) : -1;
+    let [least, most] = [-1, -1];
+    let isOpen = false;
+    for (let digits = 0, first = value, last = value; first <= to; digits += 1, first *= 10, last = last * 10 + 9) {
+      if (last < from) continue;
+      if (first < from || last > to) isOpen = true;
+      if (least < 0) least = digits;
+      most = digits;
+    }
+    if (least < 0) return -1;
+    return isOpen ? (isNegative ? NEGATIVE : NATURAL) + value : counted(least, most);
   }
-  return patterns;
-}
 
-/** Numbers of one length from `low` to `high`. */
-function between(low: string, high: string): Pattern {
-  if (low === '') return EMPTY;
-  const [first, last] = [low.charCodeAt(0), high.charCodeAt(0)];
-  if (/^0+$/.test(low) && /^9+$/.test(high)) return { kind: 'repeat', part: digit, min: low.length, max: low.length };
-  const rest = low.length - 1;
-  const one = (code: number, tail: Pattern): Pattern => ({
-    kind: 'sequence',
-    parts: [{ kind: 'set', ranges: [[code, code]] }, tail],
-  });
-  if (first === last) return one(first, between(low.slice(1), high.slice(1)));
-  const parts = [
-    one(first, between(low.slice(1), '9'.repeat(rest))),
-    one(last, between('0'.repeat(rest), high.slice(1))),
-  ];
-  if (last - first > 1) {
-    const middle: Pattern = { kind: 'set', ranges: [[first + 1, last - 1]] };
-    parts.push({ kind: 'sequence', parts: [middle, { kind: 'repeat', part: digit, min: rest, max: rest }] });
-  }
-  return { kind: 'choice', parts };
+  return {
+    step(state, byte) {
+      if (state === 0 && byte === 0x2d) return low < 0 ? MINUS : -1;
+      const digit = byte - 0x30;
+      if (digit < 0 || digit > 9) return -1;
+      if (state <= MINUS) return behind(digit, state === MINUS);
+      if (state >= COUNTED) {
+        const [least, most] = [Math.floor((state - COUNTED) / 16), (state - COUNTED) % 16];
+        return most === 0 ? -1 : counted(Math.max(least - 1, 0), most - 1);
+      }
+      const isNegative = state >= NEGATIVE;
+      return behind((state - (isNegative ? NEGATIVE : NATURAL)) * 10 + digit, isNegative);
+    },
+    accepts(state) {
+      if (state <= MINUS) return false;
+      if (state >= COUNTED) return state - COUNTED < 16;
+      const value = state >= NEGATIVE ? NEGATIVE - state : state - NATURAL;
+      return value >= low && value <= high;
+    },
+    isBoundary: () => true,
+  };
 }
 
 /** JSON numbers of bounded length, none of them too large for a double. */

@@ -9,7 +9,7 @@ import { CHAT_TOKENS } from '../../model/chat.ts';
 import {
   exceptFor,
   hasRawSpelling,
-  integerPattern,
+  integerAutomaton,
   jsonString,
   literalAutomaton,
   literalPattern,
@@ -183,7 +183,7 @@ export function compile(answer: AnswerShape): Program {
       case 'number':
         return text(NUMBER, RETURN);
       case 'integer':
-        return text(patternAutomaton(integerPattern(shape.min, shape.max), 'raw')!, RETURN);
+        return text(integerAutomaton(shape.min, shape.max), RETURN);
       case 'string':
         return literal('"', writeText(shape, 'json', literal('"', RETURN)));
       case 'literals':

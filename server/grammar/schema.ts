@@ -6,7 +6,7 @@
 import { ApiError } from '../errors.ts';
 import {
   ANY_TEXT,
-  integerPattern,
+  hasInteger,
   patternAutomaton,
   TooComplexError,
   type Automaton,
@@ -461,10 +461,7 @@ function readInteger(schema: Keywords, path: string): Shape {
     above === null ? -Infinity : Math.floor(above) + 1,
   );
   const max = Math.min(most === null ? Infinity : Math.floor(most), below === null ? Infinity : Math.ceil(below) - 1);
-  const pattern = integerPattern(min, max);
-  if (pattern.kind === 'choice' && pattern.parts.length === 0) {
-    throw invalid(path, 'allows no integer of up to 15 digits.');
-  }
+  if (!hasInteger(min, max)) throw invalid(path, 'allows no integer of up to 15 digits.');
   return { kind: 'integer', min, max };
 }
 
