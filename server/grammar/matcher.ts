@@ -10,9 +10,14 @@ import type { Instruction, Place, Program } from './program.ts';
 import { setBit, type TokenTree, type Vocabulary } from './vocabulary.ts';
 
 const MAX_THREADS = 128;
-/** States and masks that a grammar keeps; it forgets all of them when there are more. */
-const MAX_STATES = 20_000;
+/** Threads of all states and masks that a grammar keeps; it forgets all of them when there are more. */
+const MAX_KEPT_THREADS = 150_000;
 const MAX_MASK_BYTES = 4 << 20;
+/**
+ * Threads that are moved for one walk over a tree of tokens, each about a microsecond and 100 bytes: tokens that are
+ * longer than those looked at by then are not allowed. A text can always be spelled in shorter ones.
+ */
+const MAX_WALK_MOVES = 100_000;
 
 interface Frame {
   readonly id: number;
@@ -35,8 +40,18 @@ interface State {
   readonly threads: readonly Thread[];
   /** Whether the answer is complete. */
   readonly isEnd: boolean;
-  readonly next: Map<number, State | null>;
+  readonly next: Map<number, Move>;
   mask: Uint32Array | null;
+}
+
+/** What a byte leads to. */
+interface Move {
+  /** Null if the byte cannot come. */
+  readonly to: State | null;
+  /** Threads that were looked at to find out. */
+  readonly cost: number;
+  /** The last walk that has counted it. */
+  walk: number;
 }
 
 /** A program over a vocabulary, and what has been found out about it so far. */
@@ -61,6 +76,8 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
   let frameCount = 0;
   let states = new Map<string, State>();
   let withMasks: State[] = [];
+  let keptThreads = 0;
+  let walks = 0;
 
   function frameOf(place: Place, count: number, below: Frame | null): Frame {
     const key = `${place},${count},${below?.id ?? -1}`;
@@ -70,16 +87,18 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
   }
 
   /** Threads at texts and at the end, from a list of threads anywhere. */
-  function settle(from: Thread[]): State {
+  function settle(from: Thread[]): { state: State; steps: number } {
     const threads: Thread[] = [];
     const keys: string[] = [];
     const seen = new Set<string>();
     let isEnd = false;
+    let steps = 0;
     // A stack, so that alternatives keep their order.
     const left = from.toReversed();
     const go = (place: Place, frame: Frame | null): void => void left.push({ place, inner: 0, length: 0, frame });
     while (left.length > 0 && threads.length < MAX_THREADS) {
       const thread = left.pop()!;
+      steps += 1;
       const { place, inner, length, frame } = thread;
       const key = `${place},${inner},${length},${frame?.id ?? -1}`;
       if (seen.has(key)) continue;
@@ -116,8 +135,11 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
     }
     const key = `${isEnd ? 'end' : ''};${keys.join(';')}`;
     let state = states.get(key);
-    if (state === undefined) states.set(key, (state = { threads, isEnd, next: new Map(), mask: null }));
-    return state;
+    if (state === undefined) {
+      states.set(key, (state = { threads, isEnd, next: new Map(), mask: null }));
+      keptThreads += 1 + threads.length;
+    }
+    return { state, steps };
   }
 
   /** The stack of a call: a call in last place needs no frame of its own, so lists do not make it grow. */
@@ -141,7 +163,7 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
     if (count >= min) go(next, frame);
   }
 
-  function advance(state: State, byte: number): State | null {
+  function advance(state: State, byte: number): Move {
     const known = state.next.get(byte);
     if (known !== undefined) return known;
     const moved: Thread[] = [];
@@ -156,10 +178,16 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
       }
       moved.push({ place, inner: next, length: reached, frame });
     }
-    const next = moved.length === 0 ? null : settle(moved);
-    const result = next === null || (next.threads.length === 0 && !next.isEnd) ? null : next;
-    state.next.set(byte, result);
-    return result;
+    let cost = state.threads.length;
+    let to: State | null = null;
+    if (moved.length > 0) {
+      const settled = settle(moved);
+      cost += settled.steps;
+      if (settled.state.threads.length > 0 || settled.state.isEnd) to = settled.state;
+    }
+    const move: Move = { to, cost, walk: 0 };
+    state.next.set(byte, move);
+    return move;
   }
 
   function maskOf(state: State): Uint32Array {
@@ -188,15 +216,35 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
     return mask;
   }
 
-  /** Allow every token of `tree` whose bytes can follow `state`. */
+  /** Allow every token of `tree` whose bytes can follow `state`; only the shorter ones where all are too much work. */
   function walk(tree: TokenTree, state: State, mask: Uint32Array): void {
+    const all = mask.slice();
+    if (walkInOrder(tree, state, all, 'deep')) mask.set(all);
+    else walkInOrder(tree, state, mask, 'wide');
+  }
+
+  /**
+   * Walk through `tree` until that is too much work; whether it came to the end. Deep is fast, wide has the shorter tokens
+   * first, those of one byte always. What is known already counts like what is not, so that a mask does not depend on
+   * what was asked before.
+   */
+  function walkInOrder(tree: TokenTree, state: State, mask: Uint32Array, order: 'deep' | 'wide'): boolean {
+    walks += 1;
     const nodes = [0];
     const reached = [state];
-    while (nodes.length > 0) {
-      const node = nodes.pop()!;
-      const before = reached.pop()!;
+    let moves = 0;
+    for (let done = 0; done < nodes.length;) {
+      if (moves > MAX_WALK_MOVES) return false;
+      const node = order === 'deep' ? nodes.pop()! : nodes[done]!;
+      const before = order === 'deep' ? reached.pop()! : reached[done]!;
+      if (order === 'wide') done += 1;
       for (let child = tree.child[node]!; child !== 0; child = tree.sibling[child]!) {
-        const next = advance(before, tree.byte[child]!);
+        const move = advance(before, tree.byte[child]!);
+        if (move.walk !== walks) {
+          move.walk = walks;
+          moves += move.cost;
+        }
+        const next = move.to;
         if (next === null) continue;
         if (tree.token[child]! >= 0) setBit(mask, tree.token[child]!);
         if (tree.child[child] === 0) continue;
@@ -204,11 +252,12 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
         reached.push(next);
       }
     }
+    return true;
   }
 
   /** Answers under way keep the states that they are in; they are only no longer shared. */
   function tidy(): void {
-    if (states.size <= MAX_STATES && withMasks.length * vocabulary.maskWords * 4 <= MAX_MASK_BYTES) return;
+    if (keptThreads <= MAX_KEPT_THREADS && withMasks.length * vocabulary.maskWords * 4 <= MAX_MASK_BYTES) return;
     for (const state of withMasks) {
       state.mask = null;
       state.next.clear();
@@ -216,6 +265,7 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
     withMasks = [];
     states = new Map();
     frames = new Map();
+    keptThreads = 0;
   }
 
   function progressAt(state: State): Progress {
@@ -226,7 +276,7 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
         if (bytes === null) return null;
         let next: State | null = state;
         for (const byte of bytes) {
-          next = advance(next, byte);
+          next = advance(next, byte).to;
           if (next === null) return null;
         }
         return progressAt(next);
@@ -235,5 +285,5 @@ export function createGrammar(program: Program, vocabulary: Vocabulary): Grammar
     };
   }
 
-  return { start: () => progressAt(settle([{ place: program.start, inner: 0, length: 0, frame: null }])) };
+  return { start: () => progressAt(settle([{ place: program.start, inner: 0, length: 0, frame: null }]).state) };
 }

@@ -163,6 +163,49 @@ describe('answers drawn from the masks', () => {
   });
 });
 
+test('a mask that would be too much work has the shorter tokens, and the answer still comes to its end', () => {
+  // Sixty patterns that have to be followed side by side, over all words of three letters.
+  const letters = Array.from('abcdefghijklmnopqrstuvwxyz');
+  const words = letters.flatMap((a) => letters.flatMap((b) => letters.map((c) => `${a}${b}${c}`)));
+  const bytes = [
+    ...Array.from({ length: 256 }, (_, byte) => Uint8Array.of(byte)),
+    ...words.map((word) => utf8.encode(word)),
+  ];
+  const marks = ['<end>', '</think>'];
+  const large = createVocabulary(
+    {
+      ...tokenizer,
+      vocabSize: bytes.length + marks.length,
+      eosId: bytes.length,
+      tokenId: (text) => (marks.includes(text) ? bytes.length + marks.indexOf(text) : undefined),
+      isSpecial: (id) => id >= bytes.length,
+      tokenBytes: (id) => bytes[id] ?? utf8.encode(marks[id - bytes.length]!),
+    },
+    bytes.length + marks.length,
+  );
+  const guideOf = (count: number) => {
+    const anyOf = Array.from({ length: count }, (_, index) => ({
+      type: 'string',
+      pattern: `^[a-z]*${letters[index % 26]}[a-z]{1,${1 + (index % 5)}}$`,
+    }));
+    const guide = createGuideMaker(large).start(packConstraint(held({ anyOf })).text);
+    assert.ok(guide.accept('"'.charCodeAt(0)));
+    return guide;
+  };
+  const few = guideOf(2).mask();
+  assert.ok(words.every((_, index) => hasBit(few, 256 + index)));
+  const guide = guideOf(60);
+  for (const letter of 'abcd') {
+    const mask = guide.mask();
+    for (const each of letters) assert.ok(hasBit(mask, each.charCodeAt(0)), each);
+    assert.ok(!hasBit(mask, '{'.charCodeAt(0)));
+    assert.ok(words.some((_, index) => !hasBit(mask, 256 + index)));
+    assert.ok(guide.accept(letter.charCodeAt(0)));
+  }
+  assert.ok(guide.accept('"'.charCodeAt(0)));
+  assert.ok(hasBit(guide.mask(), large.eosId));
+});
+
 describe('tool calls drawn from the masks', () => {
   const parameters = {
     type: 'object',
