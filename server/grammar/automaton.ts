@@ -99,28 +99,42 @@ function singleText(bytes: Uint8Array): Automaton {
 }
 
 function textTree(texts: readonly string[]): Automaton {
-  const edges: Map<number, number>[] = [new Map()];
-  const ends = new Set<number>();
-  const inside = new Set<number>();
-  for (const text of texts) {
+  const encoded = texts.map((text) => utf8.encode(text));
+  const most = encoded.reduce((sum, bytes) => sum + bytes.length, 1);
+  // By state: its first child and next sibling (0 is none), the byte that leads to it, and what it is. Ten bytes each:
+  // lists are as long as a request.
+  const child = new Int32Array(most);
+  const sibling = new Int32Array(most);
+  const byteOf = new Uint8Array(most);
+  const flags = new Uint8Array(most);
+  const [IS_END, IS_INSIDE] = [1, 2];
+  let count = 1;
+
+  function step(state: number, byte: number): number {
+    for (let next = child[state]!; next !== 0; next = sibling[next]!) if (byteOf[next] === byte) return next;
+    return -1;
+  }
+
+  for (const bytes of encoded) {
     let state = 0;
-    const bytes = utf8.encode(text);
     for (const [index, byte] of bytes.entries()) {
-      let next = edges[state]!.get(byte);
-      if (next === undefined) {
-        next = edges.push(new Map()) - 1;
-        edges[state]!.set(byte, next);
+      let next = step(state, byte);
+      if (next < 0) {
+        next = count++;
+        byteOf[next] = byte;
+        sibling[next] = child[state]!;
+        child[state] = next;
       }
       state = next;
       const following = bytes[index + 1];
-      if (following !== undefined && following >= 0x80 && following < 0xc0) inside.add(state);
+      if (following !== undefined && following >= 0x80 && following < 0xc0) flags[state]! |= IS_INSIDE;
     }
-    ends.add(state);
+    flags[state]! |= IS_END;
   }
   return {
-    step: (state, byte) => edges[state]!.get(byte) ?? -1,
-    accepts: (state) => ends.has(state),
-    isBoundary: (state) => !inside.has(state),
+    step,
+    accepts: (state) => (flags[state]! & IS_END) !== 0,
+    isBoundary: (state) => (flags[state]! & IS_INSIDE) === 0,
   };
 }
 

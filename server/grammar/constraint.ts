@@ -10,7 +10,7 @@ import {
   at,
   chargeSchema,
   checkNesting,
-  checkRawPatterns,
+  checkParameter,
   createSchemaReader,
   fullBudget,
   readSchema,
@@ -107,7 +107,7 @@ function readTool(tool: ConstrainedTool, path: string, budget: SchemaBudget): To
   if (alternative?.kind === 'any' && others.length === 0) return { name, parameters: none };
   if (alternative?.kind === 'object' && others.length === 0) {
     for (const property of alternative.properties)
-      checkRawPatterns(property.shape, `${path}.properties.${property.name}`);
+      checkParameter(property.shape, `${path}.properties.${property.name}`, budget);
     return { name, parameters: alternative };
   }
   throw new ApiError('invalid_schema', `${path} must be the schema of one kind of object.`, { param: path });

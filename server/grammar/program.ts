@@ -58,6 +58,12 @@ export interface AnswerShape {
   readonly maxCalls: number;
 }
 
+/** Where the values of a parameter begin. */
+interface ParameterRules {
+  readonly raw: Place | null;
+  readonly json: Place | null;
+}
+
 /** Values that a schema leaves open are nested so deep at most. */
 const MAX_FREE_DEPTH = 12;
 const NEWLINE_INDENT = 24;
@@ -138,6 +144,7 @@ function isParameterName(name: string): boolean {
 export function compile(answer: AnswerShape): Program {
   const instructions: Instruction[] = [{ op: 'return' }];
   const rules = new Map<Shape, Place>();
+  const valueRules = new Map<Shape, ParameterRules>();
   const freeRules = new Map<string, Place>();
   const possible = new Set<Shape>();
   const unwritten: { shape: Shape; entry: Split }[] = [];
@@ -305,29 +312,45 @@ export function compile(answer: AnswerShape): Program {
     return literal(`<${dsml}invoke name="${name}">\n`, first);
   }
 
-  /** Strings stand as they are, everything else as JSON. */
   function writeParameter(name: string, shape: Shape, next: Place): Place {
     const end = literal(parameterEnd, next);
+    const { raw, json } = parameterRules(shape);
+    const ways: Place[] = [];
+    if (raw !== null) ways.push(literal('true">', call(raw, end)));
+    if (json !== null) ways.push(literal('false">', call(json, end)));
+    return literal(`<${dsml}parameter name="${name}" string="`, split(ways));
+  }
+
+  /**
+   * The rules of a parameter's value: strings stand as they are, everything else as JSON; null where there is none. Many
+   * parameters may refer to one definition, which is written once.
+   */
+  function parameterRules(shape: Shape): ParameterRules {
+    const known = valueRules.get(shape);
+    if (known !== undefined) return known;
     const raw: Place[] = [];
     const json: Place[] = [];
     for (const each of alternativesOf(shape)) {
       if (!possible.has(each) || !hasParameterSpelling(each)) continue;
-      if (each.kind === 'string') raw.push(writeText(each, 'raw', end));
+      if (each !== shape) {
+        const rules = parameterRules(each);
+        if (rules.raw !== null) raw.push(rules.raw);
+        if (rules.json !== null) json.push(rules.json);
+      } else if (each.kind === 'string') raw.push(writeText(each, 'raw', RETURN));
       else if (each.kind === 'any') {
-        raw.push(free('raw', 0, Infinity, end));
-        json.push(call(freeRule('other', MAX_FREE_DEPTH), end));
+        raw.push(free('raw', 0, Infinity, RETURN));
+        json.push(freeRule('other', MAX_FREE_DEPTH));
       } else if (each.kind === 'literals') {
         const isText = (value: unknown): value is string => typeof value === 'string';
         const texts = each.values.filter(isText).filter(hasRawSpelling);
         const others = each.values.filter((value) => !isText(value));
-        if (texts.length > 0) raw.push(text(literalAutomaton(texts), end));
-        if (others.length > 0) json.push(text(literalAutomaton(others.map(literalJson)), end));
-      } else json.push(call(ruleOf(each), end));
+        if (texts.length > 0) raw.push(text(literalAutomaton(texts), RETURN));
+        if (others.length > 0) json.push(text(literalAutomaton(others.map(literalJson)), RETURN));
+      } else json.push(ruleOf(each));
     }
-    const ways: Place[] = [];
-    if (raw.length > 0) ways.push(literal('true">', split(raw)));
-    if (json.length > 0) ways.push(literal('false">', split(json)));
-    return literal(`<${dsml}parameter name="${name}" string="`, split(ways));
+    const rules = { raw: raw.length > 0 ? split(raw) : null, json: json.length > 0 ? split(json) : null };
+    valueRules.set(shape, rules);
+    return rules;
   }
 
   const end = add({ op: 'end' });

@@ -586,12 +586,16 @@ function isPossible(shape: Shape, possible: ReadonlySet<Shape>): boolean {
 }
 
 /**
- * Build the automata of the strings of a shape as they stand in a tool call, where they can be refused.
+ * Count the alternatives of a tool's parameter, which may refer to those of others, and build the automata of its strings
+ * as they stand in a tool call, where both can be refused.
  *
  * @throws ApiError schema_too_complex.
  */
-export function checkRawPatterns(shape: Shape, path: string): void {
-  for (const each of alternativesOf(shape)) {
+export function checkParameter(shape: Shape, path: string, budget: SchemaBudget): void {
+  const all = alternativesWithin(shape);
+  budget.work -= all.size;
+  if (budget.work < 0) throw tooComplex(path, 'cannot be followed: the parameters have too many alternatives.');
+  for (const each of all) {
     if (each.kind !== 'string' || each.pattern === null) continue;
     try {
       each.pattern.automaton('raw', each.min, each.max);
@@ -604,14 +608,17 @@ export function checkRawPatterns(shape: Shape, path: string): void {
 
 /** The alternatives of a shape that are no union and no reference. */
 export function alternativesOf(root: Shape): Shape[] {
+  return [...alternativesWithin(root)].filter(({ kind }) => kind !== 'union' && kind !== 'reference');
+}
+
+/** The same with the unions and references that lead to them. */
+function alternativesWithin(root: Shape): Set<Shape> {
   const seen = new Set<Shape>([root]);
-  const leaves: Shape[] = [];
   for (const shape of seen) {
     if (shape.kind === 'union') for (const option of shape.options) seen.add(option);
     else if (shape.kind === 'reference') seen.add(shape.target);
-    else leaves.push(shape);
   }
-  return leaves;
+  return seen;
 }
 
 /** The texts of a string without a pattern of its own. */

@@ -8,6 +8,7 @@ import { loadTokenizer } from '../../../model/tokenizer.ts';
 import { ApiError } from '../../../server/errors.ts';
 import { integerAutomaton, patternAutomaton, type Automaton } from '../../../server/grammar/automaton.ts';
 import { createGuideMaker, packConstraint, type Constraint } from '../../../server/grammar/constraint.ts';
+import { compile } from '../../../server/grammar/program.ts';
 import { readPattern } from '../../../server/grammar/pattern.ts';
 import { createSteering } from '../../../server/grammar/steering.ts';
 import { createVocabulary, hasBit } from '../../../server/grammar/vocabulary.ts';
@@ -314,6 +315,36 @@ describe('tool calls drawn from the masks', () => {
       code: 'invalid_schema',
       param: 'tools[0].function.parameters.properties.n.multipleOf',
     });
+  });
+});
+
+describe('definitions that many parameters of a tool refer to', () => {
+  const toolWith = (count: number, of: (index: number) => unknown, $defs: object): Constraint => {
+    const properties = Object.fromEntries(Array.from({ length: count }, (_, index) => [`p${index}`, of(index)]));
+    const tool = { name: 'f', parameters: { type: 'object', properties, $defs }, strict: true };
+    return { thinking: false, schema: null, tools: [{ tool, path: 'tools[0]' }], maxCalls: 1 };
+  };
+
+  test('are compiled once', () => {
+    const values = [...Array.from({ length: 500 }, (_, index) => `value ${index}`), 1, 2];
+    const $defs = { list: { enum: values }, word: { type: 'string', pattern: '^[a-z]+$' } };
+    const of = (index: number) =>
+      index % 2 === 0 ? { $ref: '#/$defs/list' } : { anyOf: [{ $ref: '#/$defs/list' }, { $ref: '#/$defs/word' }] };
+    const automataOf = (count: number): number => {
+      const { instructions } = compile(packConstraint(toolWith(count, of, $defs)).read.answer);
+      return new Set(instructions.flatMap((each) => (each.op === 'text' ? [each.automaton] : []))).size;
+    };
+    // Each has its own name, which is an automaton of its own.
+    assert.equal(automataOf(60) - automataOf(10), 50);
+    assert.match(walk(toolWith(4, of, $defs), createPrng(seed)) ?? '', /invoke name="f"/);
+  });
+
+  test('are refused where their alternatives are too many together', () => {
+    const $defs = { many: { anyOf: Array.from({ length: 800 }, () => ({ type: 'null' })) } };
+    const constraint = toolWith(1900, () => ({ anyOf: [{ $ref: '#/$defs/many' }] }), $defs);
+    const { code, param } = refusalOf(constraint);
+    assert.equal(code, 'schema_too_complex');
+    assert.match(param ?? '', /^tools\[0\]\.properties\.p\d+$/);
   });
 });
 
