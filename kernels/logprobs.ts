@@ -8,7 +8,7 @@ import { loadKernel, type Recorder } from './kernel.ts';
 import { EDIT_WORDS } from './rules.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./logprobs.wgsl', import.meta.url), ['logits']);
+const kernel = loadKernel(new URL('./logprobs.wgsl', import.meta.url), ['edits', 'logits']);
 
 /** Most likeliest tokens that a row may ask for. */
 export const MAX_TOP_LOGPROBS = 20;

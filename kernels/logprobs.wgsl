@@ -19,13 +19,6 @@ struct Logged {
   edit_count: u32,
 }
 
-struct Edit {
-  token: u32,
-  seen: u32,
-  bias: f32,
-  raw: u32,
-}
-
 override WORKGROUP_SIZE: u32 = 64u;
 
 // A row of logprobs: the chosen token's; the largest logit and the logarithm of the sum of weights; TOP ids, TOP values.

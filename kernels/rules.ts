@@ -9,7 +9,7 @@
 import { loadKernel, type Recorder } from './kernel.ts';
 import { assertShape, type Tensor } from './tensor.ts';
 
-const kernel = loadKernel(new URL('./rules.wgsl', import.meta.url));
+const kernel = loadKernel(new URL('./rules.wgsl', import.meta.url), ['edits']);
 
 /** u32 words of one row of the `rules` tensor, and of one edit. */
 export const RULES_WORDS = 8;

@@ -24,13 +24,6 @@ struct Rules {
   unused: u32,
 }
 
-struct Edit {
-  token: u32,
-  seen: u32, // how often it was generated, and flags
-  bias: f32,
-  raw: u32, // written: the bits of the logit before the edit
-}
-
 override WORKGROUP_SIZE: u32 = 64u;
 
 const NO_MASK: u32 = 0xffffffffu;
