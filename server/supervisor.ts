@@ -6,7 +6,7 @@
  * epoch. A child that cannot come up for the first time ends everything, with its own words as the error.
  *
  *   launch -> starting -> ready -> (exit) -> waiting (back-off) -> starting ...
- *                \-> (exit, before its first ready, three times) -> all end
+ *                \-> (exit, before its first ready, three times, or once with code 2) -> all end
  *
  * The children's half of the conversation, `serveRole` and `reportProgress`, is at the end: what a process of any role
  * does about signals, its parent and its own faults.
@@ -17,7 +17,9 @@ import { createServer } from 'node:net';
 import { availableParallelism } from 'node:os';
 import { fileURLToPath } from 'node:url';
 import type { Logger } from 'pino';
-import { flagOf } from './config.ts';
+import { ConfigError as ModelConfigError } from '../model/config.ts';
+import { CheckpointError } from '../model/safetensors.ts';
+import { ConfigError, flagOf } from './config.ts';
 import type { AllConfig, WorkerRole } from './config.ts';
 
 /** Where a process listens. Workers have all three. */
@@ -232,7 +234,10 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
       if (running.pid === undefined) onExit(child, 'could not be started');
     });
     // `close` and not `exit`: by then its last lines have been read.
-    running.on('close', (code, signal) => onExit(child, signal === null ? `exit code ${code}` : `signal ${signal}`));
+    running.on('close', (code, signal) => {
+      if (code === HOPELESS) child.startFailures = patience.startFailures - 1;
+      onExit(child, signal === null ? `exit code ${code}` : `signal ${signal}`);
+    });
     enter(child, 'starting');
   }
 
@@ -402,7 +407,8 @@ function view(child: Child): ProcessView {
 /** Why a child that never came up ended: the reason it gave, else its last lines. */
 function epitaph(child: Child, how: string): string {
   const words = child.reason ?? child.tail.join('\n');
-  return `${child.name} could not be started (${child.startFailures} tries, last: ${how}):\n${words}`;
+  const tries = child.restarts === 0 ? '1 try' : `${child.restarts + 1} tries`;
+  return `${child.name} could not be started (${tries}, last: ${how}):\n${words}`;
 }
 
 function workerFlag(role: Role): 'prefillWorker' | 'decodeWorker' {
@@ -579,6 +585,9 @@ function amount({ done, total, unit, sinceMs, sinceDone, nowMs }: Timed): string
 
 /** Seconds a process may take to close after its parent went away: nobody else would end it. */
 const ORPHAN_LIMIT_MS = 4000;
+/** Exit code of a start that would fail the same way again: what was asked for does not fit, or the checkpoint is damaged. */
+const HOPELESS = 2;
+const hopelessErrors = [ConfigError, ModelConfigError, CheckpointError];
 /** A dying process waits so long at most for its parent to read why. */
 const LAST_WORDS_MS = 500;
 
@@ -587,7 +596,7 @@ const LAST_WORDS_MS = 500;
  *
  * Starts it, tells the parent, if there is one, where it listens, and then ends the process:
  * with 0 when SIGTERM (which drains), SIGINT, its parent or the loss of it closed it; with 1 when the start failed, on an
- * unhandled error, or when the same signal comes twice. (Not on any second signal: Ctrl-C reaches parent and children
+ * unhandled error, or when the same signal comes twice; with 2 when another start would fail, too. (Not on any second signal: Ctrl-C reaches parent and children
  * at once, and the parent's SIGTERM follows it.)
  */
 export function serveRole(options: { start: () => Promise<RunningRole>; log: Logger }): void {
@@ -598,9 +607,10 @@ export function serveRole(options: { start: () => Promise<RunningRole>; log: Log
 
   const die = (message: string, error: unknown): void => {
     const reason = error instanceof Error ? error.message : String(error);
+    const code = hopelessErrors.some((kind) => error instanceof kind) ? HOPELESS : 1;
     log.fatal({ err: error }, message);
-    tell({ type: 'failed', message: reason }, () => process.exit(1));
-    setTimeout(() => process.exit(1), LAST_WORDS_MS);
+    tell({ type: 'failed', message: reason }, () => process.exit(code));
+    setTimeout(() => process.exit(code), LAST_WORDS_MS);
   };
   const end = (cause: string, how: Closing): void => {
     if (closing) return;

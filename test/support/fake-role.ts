@@ -5,6 +5,7 @@
  * misbehaves:
  *
  *   broken    cannot start, and says why
+ *   hopeless  cannot start, and will never be able to
  *   crashing  dies while starting, after a line on standard error
  *   fleeting  dies as soon as it was ready
  *   stubborn  never closes
@@ -13,6 +14,7 @@
  */
 import { createServer } from 'node:http';
 import type { AddressInfo } from 'node:net';
+import { CheckpointError } from '../../model/safetensors.ts';
 import { resolveConfig } from '../../server/config.ts';
 import type { WorkerConfig } from '../../server/config.ts';
 import { createLogger } from '../../server/log.ts';
@@ -35,6 +37,7 @@ const fault = process.env[`FAKE_${command.toUpperCase()}`] ?? '';
 
 async function start(): Promise<RunningRole> {
   if (fault === 'broken') throw new Error('no weights here');
+  if (fault === 'hopeless') throw new CheckpointError('half a file');
   if (fault === 'crashing') {
     process.stderr.write('a driver fell over\n');
     process.exit(7);

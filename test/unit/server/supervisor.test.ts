@@ -159,6 +159,14 @@ test('a worker that cannot start three times ends everything and says why', asyn
   );
 });
 
+test('a worker that will never be able to start is tried once', async (t) => {
+  const { supervisor } = supervise(t, allConfig(), { faults: { FAKE_PREFILL: 'hopeless' } });
+
+  await assert.rejects(supervisor.start(), {
+    message: 'prefill-0 could not be started (1 try, last: exit code 2):\nhalf a file',
+  });
+});
+
 test('a worker that dies without a word is explained by its last lines', async (t) => {
   const { supervisor } = supervise(t, allConfig(), { faults: { FAKE_PREFILL: 'crashing' } });
 
