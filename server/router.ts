@@ -91,7 +91,7 @@ export async function runRouter(config: RouterConfig): Promise<RunningRole> {
     role: 'router',
     name,
     epoch,
-    fields: { model: modelDigest },
+    fields: { model: modelDigest, context: String(contextLength) },
     heartbeatMs: config.deadlines.heartbeatMs,
     leaseMs: config.deadlines.leaseMs,
     dataSilenceMs: config.deadlines.stallMs,

@@ -214,7 +214,8 @@ async function serve(service: Service): Promise<RunningRole> {
   const httpUrl = `http://${config.host}:${(http.address() as AddressInfo).port}`;
   // Stable over restarts at the same port, so that a newer epoch of this worker replaces the older one everywhere.
   const name = `${role}@${hostname()}:${new URL(httpUrl).port}`;
-  const peerFields = { model: modelDigest, layout: JSON.stringify(engine.layout) };
+  const modelFields = { model: modelDigest, context: String(engine.contextTokens) };
+  const peerFields = { ...modelFields, layout: JSON.stringify(engine.layout) };
   const peers =
     role === 'prefill'
       ? await openListener({ ...linkOptions(name, peerFields), onEvent: onPeerEvent }, transferAddresses(config))
@@ -222,7 +223,7 @@ async function serve(service: Service): Promise<RunningRole> {
   const transfer = 'address' in peers ? advertised(peers.address, config.advertise) : undefined;
   const control: Listener = await openListener(
     {
-      ...linkOptions(name, { model: modelDigest, role, http: httpUrl, transfer: transfer ?? '' }),
+      ...linkOptions(name, { ...modelFields, role, http: httpUrl, transfer: transfer ?? '' }),
       onEvent: onRouterEvent,
     },
     { address: config.control, dataAddress: null },

@@ -6,6 +6,7 @@ import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { connect } from 'node:net';
 import { test } from 'node:test';
+import { setTimeout as pause } from 'node:timers/promises';
 import { Dealer } from 'zeromq';
 import { createClient } from '../support/client.ts';
 import { sumOf, untilMetrics, type Sample } from '../support/cluster.ts';
@@ -140,7 +141,7 @@ test(`seed ${SEED}: M-01: a stopped prefill worker holds up no stream of another
   await client.settles(20_000);
 });
 
-test(`seed ${SEED}: a prefill worker that rounds never feeds a decode worker that does not`, LIMIT, async (t) => {
+test(`seed ${SEED}: processes that do not fit together refuse each other by name`, LIMIT, async (t) => {
   const clocks = ['--heartbeat', '200ms', '--lease', '2s', '--transfer-stall-timeout', '3s', '--room-timeout', '5s'];
   const cluster = await startSplitCluster(clocks, { prefill: ['--mode', 'q'], decode: ['--mode', 'hp'] });
   t.after(() => cluster.stop());
@@ -151,6 +152,14 @@ test(`seed ${SEED}: a prefill worker that rounds never feeds a decode worker tha
   const said = cluster.decodes[0]!.process.output();
   assert.match(said, /"field":"layout"/, said.slice(-2000));
   assert.match(said, /"ours":"[^\n]*\\"mode\\":\\"hp\\"[^\n]*"theirs":"[^\n]*\\"mode\\":\\"q\\"/, said.slice(-2000));
+
+  // Nor does a router admit what its workers could not hold.
+  await cluster.router.kill();
+  cluster.router.start(['--context-length', '8192']);
+  const refusal = /"address":"([^"]*)","field":"context","ours":"8192","theirs":"4096"/g;
+  const refusers = () =>
+    new Set(Array.from(cluster.router.process.output().matchAll(refusal), ([, address]) => address));
+  while (refusers().size < 2) await pause(20);
 });
 
 test(
