@@ -9,6 +9,7 @@
  * Headers are held back until there is something to send, so that an error before the first token has its
  * true status. Everything the app needs is handed to `createApp`; nothing here is global.
  */
+import { once } from 'node:events';
 import { performance } from 'node:perf_hooks';
 import { setImmediate as nextTurn } from 'node:timers/promises';
 import { fastify, LogController } from 'fastify';
@@ -244,6 +245,12 @@ export function createApp(options: AppOptions): FastifyInstance {
     const client = door.enter(request.raw, endpoint.access, endpoint.shape === 'anthropic');
     clients.set(request, client);
     return undefined;
+  });
+
+  // A request sent behind another one on its connection begins when that has its whole answer: until then nothing would
+  // tell that its client has left. Its body is read by now, so that the connection does not stand still.
+  app.addHook('preHandler', async (_request, { raw }) => {
+    if (raw.socket === null) await once(raw, 'socket');
   });
 
   app.removeAllContentTypeParsers();

@@ -223,9 +223,8 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
   return {
     step(event) {
       const effects = stepDecode(state, event as DecodeEvent);
-      for (const effect of effects) {
-        if (effect.type === 'report' && effect.message.type === 'end') parts.steering.forget(effect.message.key);
-      }
+      // Not with the `end` of a room: a router that is dead gets none.
+      if (event.type === 'tick') parts.steering.keep(state.live);
       return effects;
     },
     next() {

@@ -322,10 +322,12 @@ async function serve(service: Service): Promise<RunningRole> {
     }
   }
 
-  /** A submit that was dropped, say of a dead router, never gets an end. */
+  /** A submit that was dropped, say of a dead router, never gets an end; nor does a room whose router is dead. */
   function forgetStrays(): void {
     const live = new Set(core.keys());
-    for (const key of submittedMs.keys()) if (!live.has(key)) submittedMs.delete(key);
+    for (const keys of [submittedMs, moving]) {
+      for (const key of keys.keys()) if (!live.has(key)) keys.delete(key);
+    }
   }
 
   /** Recount the ledgers. A fault is logged when it is new; it stays in the gauge for as long as it is there. */

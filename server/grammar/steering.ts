@@ -22,8 +22,8 @@ export interface Steering {
   masks(rows: readonly SteeredRow[]): Map<RoomKey, Uint32Array>;
   /** A row's next token has been sampled. */
   took(key: RoomKey, token: number): void;
-  /** A room is over. */
-  forget(key: RoomKey): void;
+  /** Forget every room that is not live any more. */
+  keep(live: { has(key: RoomKey): boolean }): void;
   /** Answers being followed. */
   readonly size: number;
 }
@@ -69,7 +69,9 @@ export function createSteering(
       onFault(key, new Error(`token ${token} was sampled, which is not allowed by the constraint`));
       guides.set(key, broken);
     },
-    forget: (key) => void guides.delete(key),
+    keep(live) {
+      for (const key of guides.keys()) if (!live.has(key)) guides.delete(key);
+    },
     get size() {
       return guides.size;
     },

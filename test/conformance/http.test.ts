@@ -93,12 +93,18 @@ function eventsOf(text: string): string[] {
 
 /** A raw connection that has sent one request and whose answer nobody reads until the test does. */
 function rawPost(port: number, path: string, body: object): Socket {
-  const text = JSON.stringify(body);
+  return rawPosts(port, path, [body]);
+}
+
+/** The same with several requests, one behind the other. */
+function rawPosts(port: number, path: string, bodies: readonly object[]): Socket {
   const socket = connect(port, '127.0.0.1');
   socket.pause();
-  socket.write(
-    `POST ${path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: ${Buffer.byteLength(text)}\r\n\r\n${text}`,
-  );
+  const requests = bodies.map((body) => {
+    const text = JSON.stringify(body);
+    return `POST ${path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: ${Buffer.byteLength(text)}\r\n\r\n${text}`;
+  });
+  socket.write(requests.join(''));
   return socket;
 }
 
@@ -550,6 +556,23 @@ describe('a client that leaves', () => {
     await over;
     assert.equal(room.cancelReason, null);
     assert.equal(server.observed.finished.at(-1)?.outcome, 'stop');
+  });
+
+  test('leaves no request behind that it has sent behind another one', async () => {
+    const pair = () => rawPosts(server.port, '/v1/completions', [{ prompt: 'a' }, { prompt: 'b', stream: true }]);
+    const hasty = pair();
+    const room = await server.rooms.next();
+    await post('/tokenize', { prompt: 'c' }); // by now the server has read both
+    hasty.destroy();
+    assert.equal(await room.cancelled, 'client_lost');
+    await post('/tokenize', { prompt: 'c' });
+    assert.equal(server.rooms.startCount, 1);
+
+    const patient = pair();
+    (await server.rooms.next()).finish('d');
+    const second = await server.rooms.next();
+    patient.destroy();
+    assert.equal(await second.cancelled, 'client_lost');
   });
 
   test('with thirty-one others cancels all of them', async () => {

@@ -582,7 +582,9 @@ describe('steering', () => {
     const last = steering.masks([{ key: 'a', sampling: { constraint }, token: rest.at(-1) ?? start! }]).get('a')!;
     assert.deepEqual(allowedIds(last), [eosId]);
     assert.equal(steering.size, 1);
-    steering.forget('a');
+    steering.keep(new Set(['a']));
+    assert.equal(steering.size, 1);
+    steering.keep(new Set());
     assert.equal(steering.size, 0);
   });
 
