@@ -11,6 +11,7 @@ import { createGuideMaker, packConstraint, type Constraint } from '../../../serv
 import { compile } from '../../../server/grammar/program.ts';
 import { readPattern } from '../../../server/grammar/pattern.ts';
 import { createSteering } from '../../../server/grammar/steering.ts';
+import { decodeCore, type CoreParts } from '../../../server/worker-core.ts';
 import { createVocabulary, hasBit } from '../../../server/grammar/vocabulary.ts';
 import { createPrng } from '../../support/prng.ts';
 import { generateObjectSchema, generateSchema } from '../../support/schemas.ts';
@@ -585,6 +586,26 @@ describe('steering', () => {
     steering.keep(new Set(['a']));
     assert.equal(steering.size, 1);
     steering.keep(new Set());
+    assert.equal(steering.size, 0);
+  });
+
+  test('of a decode worker keeps nothing of a room that is over, though nobody was told its end', () => {
+    const steering = createSteering(maker, vocabulary.maskWords, () => assert.fail());
+    const sizes = {
+      config: { pageTokens: 4 },
+      pageBytes: 8,
+      slotBytes: 8,
+      pageCount: 4,
+      slotCount: 1,
+      contextTokens: 16,
+    };
+    const limits = { maxRunningRequests: 1, maxQueuedRequests: 1, headroomTokens: 1, hostBytes: 0 };
+    const config = { limits, deadlines: { leaseMs: 1, stallMs: 1, roomMs: 1 }, speculative: false };
+    const parts = { config, engine: sizes, modelDigest: '', steering } as unknown as CoreParts;
+    const core = decodeCore(parts, { name: 'd0', epoch: '0'.repeat(20) });
+    steering.masks([{ key: 'a', sampling: { constraint }, token: first('true') }]);
+    assert.equal(steering.size, 1);
+    assert.deepEqual(core.step({ type: 'tick', nowMs: 0 }), []);
     assert.equal(steering.size, 0);
   });
 
