@@ -94,9 +94,8 @@ export function createCluster(
     bug,
     trace,
     promptOf(key) {
-      const client = clientOf.get(parseKey(key)!.room)!;
-      const { seed, seeds, wish } = client;
-      return { seed, seeds, promptCount: wish.promptTokens.length };
+      const { answer, seeds, digest, wish } = clientOf.get(parseKey(key)!.room)!;
+      return { answer, seeds, digest, promptCount: wish.promptTokens.length };
     },
     underWay: new Map(),
   };

@@ -6,7 +6,7 @@ import type { ChannelEvent } from '../../transfer/channel.ts';
 import { parseKey, type Epoch, type Reason, type SubmitMessage, type WorkerToRouter } from '../../transfer/messages.ts';
 import { openConnector } from './links.ts';
 import type { Host } from './network.ts';
-import { controlAddress, describe, every, type Surroundings } from './worker.ts';
+import { controlAddress, describe, every, kindsOf, type Surroundings } from './worker.ts';
 
 export interface Router {
   readonly host: Host;
@@ -61,7 +61,10 @@ export function startRouter(
       send(worker, message) {
         if (message.type === 'submit') {
           const attempt = parseKey(message.key)!.attempt;
-          if (attempt > 1) coverage.saw(`attempt ${attempt}`);
+          if (attempt > 1) {
+            coverage.saw(`attempt ${attempt}`);
+            for (const kind of kindsOf(message.sampling)) coverage.saw(`another attempt with ${kind}`);
+          }
           hooks.onSubmit(message, worker);
         }
         trace(host.name, () => `-> ${live.get(worker)?.ref.name ?? 'nobody'} ${describe(message)}`);

@@ -23,7 +23,8 @@ const SEEN = [
   ...['attempt 2', 'late CHUNK dropped', 'tombstone evicted by a mark', 'same life of a router linked again'],
   ...['settled: whole cluster', 'settled: beside a dead worker', 'settled: beside a flapping worker', 'retracted'],
   ...['worker restarted with rooms in flight', 'router restarted with rooms in flight'],
-  ...['a draft was right', 'a draft was wrong'],
+  ...['a draft was right', 'a draft was wrong', 'outcome failed unsatisfiable', 'another attempt with rules'],
+  ...['cached prefix, with a salt', 'prompt that another salt has', 'restored with rules', 'restored with constraint'],
 ];
 
 test(`seeds 1 to ${SEEDS}: one outcome each, right bytes, and nothing is left anywhere`, () => {

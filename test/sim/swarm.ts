@@ -5,6 +5,7 @@
  */
 
 import type { DecodeLimits, PrefillLimits } from '../../scheduler/types.ts';
+import type { Salt } from '../../transfer/messages.ts';
 import { pageBytesOf, SLOT_BYTES } from './ghost.ts';
 import type { Weather } from './network.ts';
 
@@ -64,6 +65,10 @@ export interface Plan {
   cancel: number;
   /** Most answers are long, so that pages run out while they grow. */
   longAnswers: boolean;
+  /** Requests have rules, constraints, seeds of their own, and ask for log probabilities. */
+  isRuled: boolean;
+  /** Each request has one of these, by chance. */
+  salts: readonly Salt[];
   /** Some requests may find no place. */
   isTight: boolean;
   /** The pools' free lists are turned over now and then: no order of allocation is promised. */
@@ -174,6 +179,8 @@ export function drawPlan(seed: number, random: () => number): Plan {
     requestCount,
     cancel: mode !== 'harmless' && chance(0.6) ? random() * 0.6 : 0,
     longAnswers: buggify(),
+    isRuled: chance(0.5),
+    salts: chance(0.5) ? [null] : [null, 'a'.repeat(64), 'b'.repeat(64)],
     isTight: shared.maxRooms < requestCount || decode.hostBytes < requestCount * longest * pageBytes,
     shuffleFree: buggify(),
   };

@@ -1,7 +1,7 @@
 /**
  * A worker of the simulator: the effect loop of server/worker.ts over a real scheduler, with simulated links in place of
- * sockets and the ghost in place of an engine. Every event is stepped, audited and performed on its own; steps, reads and
- * writes take simulated time and come back in any order.
+ * sockets and the ghost in place of an engine, but the real steering of answers that have a constraint. Every event is
+ * stepped, audited and performed on its own; steps, reads and writes take simulated time and come back in any order.
  */
 
 import { createDecode, nextDecodeBatch, statsDecode, stepDecode, type DecodeEvent } from '../../scheduler/decode.ts';
@@ -13,7 +13,15 @@ import {
   type PrefillEvent,
   type PrefillState,
 } from '../../scheduler/prefill.ts';
-import type { DecodeBatch, PrefillBatch, SampledToken, UnitPlace, WorkerEffect } from '../../scheduler/types.ts';
+import type {
+  DecodeBatch,
+  PrefillBatch,
+  RowRules,
+  SampledToken,
+  UnitPlace,
+  WorkerEffect,
+} from '../../scheduler/types.ts';
+import { createSteering } from '../../server/grammar/steering.ts';
 import type { ChannelEvent } from '../../transfer/channel.ts';
 import { crc32c } from '../../transfer/checksum.ts';
 import {
@@ -24,15 +32,21 @@ import {
   type PeerMessage,
   type RoomKey,
   type RouterToWorker,
+  type Salt,
+  type SamplingParams,
 } from '../../transfer/messages.ts';
+import type { Answer } from './answer.ts';
 import { always, auditGauges, auditKeys, auditScheduler, createGhost, type Scheduler } from './audit.ts';
 import {
+  answerSeed,
   createMemory,
   fillPositions,
   fillSlot,
   findWrongPosition,
-  ghostToken,
+  GHOST_GUIDES,
+  ghostChoice,
   isSlotRight,
+  sampleToken,
   SLOT_BYTES,
   type GhostMemory,
   type GhostSeeds,
@@ -67,8 +81,8 @@ export interface Surroundings {
   coverage: Coverage;
   bug: Bug | null;
   trace: (who: string, what: () => string) => void;
-  /** The true prompt of a room, whatever workers believe. */
-  promptOf: (key: RoomKey) => { seed: number; seeds: GhostSeeds; promptCount: number };
+  /** The true prompt of a room and its right answer, whatever workers believe. */
+  promptOf: (key: RoomKey) => { answer: Answer; seeds: GhostSeeds; digest: string; promptCount: number };
   /** Bytes on their way between two lives of workers, and not yet written or dropped (I8). */
   underWay: Map<string, number>;
 }
@@ -79,7 +93,7 @@ export interface Worker {
   readonly scheduler: Scheduler;
   /** Lives of routers that are linked. */
   readonly routers: ReadonlyMap<Epoch, string>;
-  /** Reads, writes, moves and steps that have not come back, and staged and saved units. */
+  /** Reads, writes, moves and steps that have not come back, staged and saved units, and guides of answers. */
   busy(): string[];
   /** The phase of a room here, or null. */
   phaseOf(key: RoomKey): string | null;
@@ -118,6 +132,9 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   const staging = new Map<string, Uint8Array>();
   const copies = new Map<RoomKey, Uint8Array[]>();
   const tier = new Map<string, Uint8Array>();
+  const steering = createSteering(GHOST_GUIDES, 1, (key, fault) =>
+    always(false, 'I4', () => `${key}: ${String(fault)}`),
+  );
   const pending = { reads: 0, writes: 0, moves: 0 };
   /** By peer: bytes of units that are being written. */
   const writingBytes = new Map<Epoch, number>();
@@ -200,6 +217,8 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       scheduler.role === 'prefill'
         ? stepPrefill(scheduler.state, event as PrefillEvent)
         : stepDecode(scheduler.state, event as DecodeEvent);
+    // As server/worker-core.ts does it: a router that is dead gets no `end`.
+    if (event.type === 'tick') steering.keep(state.live);
     if (around.bug !== null) misbehave(around.bug);
     eventCount++;
     // Ticks without effects are most of the events and change next to nothing.
@@ -313,6 +332,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
             () => `${key}: ${units.length} saved units for ${places.length}`,
           );
           for (const [index, place] of places.entries()) bytesAt(memory, place).set(units[index]!);
+          for (const kind of kindsOf(state.live.get(key)?.request?.sampling)) coverage.saw(`restored with ${kind}`);
           step({ type: 'restored', key, nowMs: now() });
         });
         break;
@@ -412,7 +432,7 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   }
 
   // ---- the tier: what it has is right, but it may have lost anything, or be late
-  function stashTier({ key, tokens, pages, states }: Extract<WorkerEffect, { type: 'stash' }>): void {
+  function stashTier({ key, tokens, salt, pages, states }: Extract<WorkerEffect, { type: 'stash' }>): void {
     const check = guard(
       pages.map(({ page }) => ({ kind: 'page', page }) as const),
       `a copy of ${key}`,
@@ -422,40 +442,41 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       check();
       pending.moves--;
       for (const { index, page } of pages) {
-        tier.set(`${tierName(tokens, index)} page`, bytesAt(memory, { kind: 'page', page }).slice());
+        tier.set(`${tierName(tokens, salt, index)} page`, bytesAt(memory, { kind: 'page', page }).slice());
       }
       for (const { index, state: held } of states) {
-        tier.set(`${tierName(tokens, index)} state`, slotBytes(memory.states, held).slice());
+        tier.set(`${tierName(tokens, salt, index)} state`, slotBytes(memory.states, held).slice());
       }
       for (const name of tier.keys()) if (random() < 0.05) tier.delete(name);
       step({ type: 'stashed', key, nowMs: now() });
     });
   }
 
-  function fetchTier({ key, tokens, from, pages, slot, keep }: Extract<WorkerEffect, { type: 'fetch' }>): void {
+  function fetchTier({ key, tokens, salt, from, pages, slot, keep }: Extract<WorkerEffect, { type: 'fetch' }>): void {
     const check = guard([{ kind: 'slot', slot }, ...pages.map((page) => ({ kind: 'page', page }) as const)], 'a fetch');
     pending.moves++;
     later(plan.engine.readMs, () => {
       check();
       pending.moves--;
       let end = from;
-      while (end < pages.length && tier.has(`${tierName(tokens, end)} page`)) end++;
-      while (end > from && !tier.has(`${tierName(tokens, end - 1)} state`)) end--;
+      while (end < pages.length && tier.has(`${tierName(tokens, salt, end)} page`)) end++;
+      while (end > from && !tier.has(`${tierName(tokens, salt, end - 1)} state`)) end--;
       checkOwn(key, pages, from * limits.pageTokens, end * limits.pageTokens);
       for (let index = from; index < end; index++) {
-        bytesAt(memory, { kind: 'page', page: pages[index]! }).set(tier.get(`${tierName(tokens, index)} page`)!);
+        bytesAt(memory, { kind: 'page', page: pages[index]! }).set(tier.get(`${tierName(tokens, salt, index)} page`)!);
       }
       if (end > from) {
         coverage.saw('prefix from the tier');
-        memory.slots.set(tier.get(`${tierName(tokens, end - 1)} state`)!, slot * SLOT_BYTES);
+        if (salt !== null) coverage.saw('prefix from the tier, with a salt');
+        memory.slots.set(tier.get(`${tierName(tokens, salt, end - 1)} state`)!, slot * SLOT_BYTES);
         if (keep !== null) memory.states.set(slotBytes(memory.slots, slot), keep * SLOT_BYTES);
       }
       step({ type: 'fetched', key, tokenCount: end * limits.pageTokens, nowMs: now() });
     });
   }
 
-  function tierName(tokens: Uint32Array, index: number): string {
-    return tokens.slice(0, (index + 1) * limits.pageTokens).join();
+  function tierName(tokens: Uint32Array, salt: Salt, index: number): string {
+    return `${salt} ${tokens.slice(0, (index + 1) * limits.pageTokens).join()}`;
   }
 
   function startStep(): void {
@@ -464,13 +485,17 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       const batch = nextPrefillBatch(scheduler.state);
       if (batch !== null) {
         resumeSlots(batch);
-        runStep(batch.chunks, () => computeChunks(batch));
+        // As server/worker-core.ts does it: what may come next is asked before the step, for those that sample.
+        const sampling = batch.chunks.filter(({ last }) => last);
+        const masks = steering.masks(sampling.map((chunk) => ({ ...chunk, token: null })));
+        runStep(batch.chunks, () => computeChunks(batch, masks));
       }
     } else {
       const batch = nextDecodeBatch(scheduler.state);
       if (batch === null) return;
       checkRows(batch);
-      runStep(batch.rows, () => computeRows(batch));
+      const masks = steering.masks(batch.rows);
+      runStep(batch.rows, () => computeRows(batch, masks));
     }
   }
 
@@ -495,26 +520,54 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       if (resume === null) continue;
       memory.slots.set(slotBytes(memory.states, resume), slot * SLOT_BYTES);
       coverage.saw(last ? 'cached prefix, computed at once' : 'cached prefix');
+      if (scheduler.role === 'prefill' && scheduler.state.live.get(key)?.salt !== null) {
+        coverage.saw('cached prefix, with a salt');
+      }
       trace(host.name, () => `${key} goes on from a cached prefix to ${end}`);
     }
   }
 
-  function computeChunks({ chunks }: PrefillBatch): SampledToken[] {
+  function computeChunks({ chunks }: PrefillBatch, masks: ReadonlyMap<RoomKey, Uint32Array>): SampledToken[] {
     const tokens: SampledToken[] = [];
-    for (const { key, slot, pages, start, end, last, keep } of chunks) {
-      const { seed, seeds, promptCount } = around.promptOf(key);
+    for (const chunk of chunks) {
+      const { key, slot, pages, start, end, last, keep } = chunk;
+      const { seeds, promptCount } = around.promptOf(key);
       const isReady = start === 0 || isSlotRight(memory, slot, start, seeds);
       always(isReady, 'I4', () => `${host.name}: the slot of ${key} is wrong at token ${start}`);
       const wrong = findWrongPosition(memory, pages, start, seeds);
       always(wrong === null, 'I4', () => `${host.name}: position ${wrong} of ${key} is wrong`);
       always(end === promptCount || !last, 'I4', () => `${key}: the last chunk ends at ${end} of ${promptCount}`);
       checkOwn(key, pages, start, end);
+      if (start === 0) seeOtherSalts(key, chunk.tokens);
       fillPositions(memory, pages, start, end, seeds);
       fillSlot(memory, slot, end, seeds);
       if (keep !== null) memory.states.set(slotBytes(memory.slots, slot), keep * SLOT_BYTES);
-      if (last) tokens.push({ key, token: ghostToken(seed, 0) });
+      if (last) tokens.push(sample(chunk, 0, masks.get(key)));
     }
     return tokens;
+  }
+
+  /** Note a prompt that is computed although the cache has its first page, of another salt. */
+  function seeOtherSalts(key: RoomKey, tokens: Uint32Array): void {
+    if (plan.salts.length < 2 || scheduler.role !== 'prefill') return;
+    const { cache, live } = scheduler.state;
+    const salt = live.get(key)?.salt;
+    for (const node of cache.pages.values()) {
+      if (node.parent !== null || node.salt === salt) continue;
+      if (node.tokens.every((token, at) => token === tokens[at])) coverage.saw('prompt that another salt has');
+    }
+  }
+
+  /** Token `index` of an answer, and what is told of it if the request asked. */
+  function sample(
+    { key, sampling, rules }: { key: RoomKey; sampling: SamplingParams; rules: RowRules | null },
+    index: number,
+    mask: Uint32Array | undefined,
+  ): SampledToken {
+    const seed = answerSeed(around.promptOf(key).digest, sampling.seed);
+    const token = sampleToken(seed, index, rules, mask);
+    if (token === null || sampling.logprobs === undefined) return { key, token };
+    return { key, token, choice: ghostChoice(seed, index, token, sampling.logprobs) };
   }
 
   /** I2: a step writes no page that others read. */
@@ -528,28 +581,30 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
   /** I4: all that a row stands on is there and right. */
   function checkRows({ rows }: DecodeBatch): void {
     for (const { key, slot, pages, token, position } of rows) {
-      const { seed, seeds, promptCount } = around.promptOf(key);
+      const { answer, seeds, promptCount } = around.promptOf(key);
       const wrong = findWrongPosition(memory, pages, position, seeds);
       always(wrong === null, 'I4', () => `${host.name}: position ${wrong} of ${key} is wrong`);
       always(isSlotRight(memory, slot, position, seeds), 'I4', () => `${host.name}: the slot of ${key} is wrong`);
-      always(token === ghostToken(seed, position - promptCount), 'I4', () => `${key}: the token to run is wrong`);
+      always(token === answer.tokens[position - promptCount], 'I4', () => `${key}: the token to run is wrong`);
     }
   }
 
-  function computeRows({ rows }: DecodeBatch): SampledToken[] {
-    return rows.flatMap(({ key, slot, pages, position, drafted }) => {
-      const { seed, seeds, promptCount } = around.promptOf(key);
+  function computeRows({ rows }: DecodeBatch, masks: ReadonlyMap<RoomKey, Uint32Array>): SampledToken[] {
+    return rows.flatMap((row) => {
+      const { key, slot, pages, position, drafted } = row;
+      const { seeds, promptCount } = around.promptOf(key);
       const isRight = drafted && random() < 0.6;
       const count = isRight ? 2 : 1;
       if (drafted) coverage.saw(isRight ? 'a draft was right' : 'a draft was wrong');
       fillPositions(memory, pages, position, position + count, seeds);
       // What a wrong draft leaves is another answer's.
-      if (drafted && !isRight) fillPositions(memory, pages, position + 1, position + 2, () => seed + 1);
+      if (drafted && !isRight) fillPositions(memory, pages, position + 1, position + 2, (at) => seeds(at) + 1);
       fillSlot(memory, slot, position + count, seeds);
-      return Array.from({ length: count }, (_, index) => ({
-        key,
-        token: ghostToken(seed, position - promptCount + 1 + index),
-      }));
+      const samples = Array.from({ length: count }, (_, index) =>
+        sample(row, position - promptCount + 1 + index, masks.get(key)),
+      );
+      for (const { token } of samples) if (token !== null) steering.took(key, token);
+      return samples;
     });
   }
 
@@ -633,7 +688,8 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
     routers,
     busy() {
       const found: string[] = [];
-      for (const [what, count] of Object.entries({ ...pending, staged: staging.size, copies: copies.size })) {
+      const kept = { staged: staging.size, copies: copies.size, guides: steering.size };
+      for (const [what, count] of Object.entries({ ...pending, ...kept })) {
         if (count > 0) found.push(`${count} ${what}`);
       }
       if (isStepping) found.push('a step');
@@ -689,6 +745,11 @@ function bytesAt(memory: GhostMemory, place: UnitPlace): Uint8Array {
 /** One slot of many, or one copy of one. */
 function slotBytes(all: Uint8Array, index: number): Uint8Array {
   return all.subarray(index * SLOT_BYTES, (index + 1) * SLOT_BYTES);
+}
+
+/** What a request asks of its tokens, for the coverage. */
+export function kindsOf(sampling: SamplingParams | undefined): string[] {
+  return (['rules', 'constraint', 'logprobs'] as const).filter((kind) => sampling?.[kind] !== undefined);
 }
 
 function placeName(place: UnitPlace): string {

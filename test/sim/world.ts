@@ -6,7 +6,8 @@
  *   links            the protocol of transfer/channel.ts           workload  clients, who check what they get
  *   worker, router   the loops of server/ over the real machines   faults    what goes wrong
  *   ghost            a model whose bytes say where they belong     settle    a core is healed and must come to rest
- *   cluster          who sits where, in which life                 audit     what must always hold, and at rest
+ *   answer           the right answer to a request                 audit     what must always hold, and at rest
+ *   cluster          who sits where, in which life
  */
 
 import { createPrng } from '../support/prng.ts';
