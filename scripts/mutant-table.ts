@@ -49,6 +49,7 @@ const PREFILL = 'scheduler/prefill.ts';
 const DESK = 'scheduler/desk.ts';
 const PAGES = 'scheduler/pages.ts';
 const PREFIX = 'scheduler/prefix-cache.ts';
+const RULES = 'scheduler/rules.ts';
 
 /** The test of a state machine that steps every event in every phase. */
 const WHOLE_TABLE = 'every phase times every event does what the table says';
@@ -217,6 +218,38 @@ export const MUTANTS: readonly Mutant[] = [
     ],
   },
   {
+    name: 'salt-is-forgotten',
+    failure: null,
+    why: 'Clients that are kept apart read what the others have computed.',
+    edits: [
+      {
+        file: PREFIX,
+        find: `let hash = salt === null ? 0 : crc32c(new TextEncoder().encode(salt));`,
+        put: `let hash = 0;`,
+      },
+      {
+        file: PREFIX,
+        find: `entry.parent === parent && entry.salt === salt`,
+        put: `entry.parent === parent`,
+      },
+    ],
+    killers: [sim(/^I[14]/)],
+  },
+  {
+    name: 'tier-forgets-salt',
+    failure: null,
+    why: 'What is kept outside the adapter is given to clients of every salt.',
+    edits: [
+      {
+        file: PREFILL,
+        find: `promptTokens, salt, pages, states });`,
+        put: `promptTokens, salt: null, pages, states });`,
+      },
+      { file: PREFILL, find: `key, tokens, salt, from: shared`, put: `key, tokens, salt: null, from: shared` },
+    ],
+    killers: [sim(/^I4/, VERY_RARE)],
+  },
+  {
     name: 'first-reader-frees',
     failure: null,
     why: 'A page that has left the cache is lent again when the first of those who read it ends.',
@@ -278,6 +311,54 @@ export const MUTANTS: readonly Mutant[] = [
       unit('scheduler/decode', 'a row has a draft where the token behind it is wanted and its page is there'),
       check('drafts: no fault', /^I4/),
     ],
+  },
+  {
+    name: 'draft-beside-penalties',
+    failure: null,
+    why: 'The token behind a draft is chosen as if the one before it had not been generated.',
+    edits: [{ file: RULES, find: `return !hasPenalties(rules) && banEnds(`, put: `return banEnds(` }],
+    killers: [
+      unit('scheduler/rules', 'a row is drafted if the rules of both tokens are known and the same'),
+      sim(/^I4/),
+    ],
+  },
+  {
+    name: 'restored-without-rules',
+    failure: null,
+    why: 'An answer that was retracted goes on as if its request had asked for no rules.',
+    edits: [
+      {
+        file: DECODE,
+        find: `  forgetCopy(state, key, sequence, effects);\n  sequence.phase = 'waiting';`,
+        put: `  forgetCopy(state, key, sequence, effects);
+  const { rules: _, ...sampling } = room.request.sampling;
+  room.request.sampling = sampling;
+  sequence.phase = 'waiting';`,
+      },
+    ],
+    killers: [sim(/^I4/, VERY_RARE)],
+  },
+  {
+    name: 'next-attempt-without-rules',
+    failure: null,
+    why: 'A request that is tried again is answered as if it had asked for no rules.',
+    edits: [
+      {
+        file: ROOM,
+        find: `    ...room.request,\n`,
+        put: `    ...room.request,
+    ...(room.attempt > 1 && { sampling: (({ rules: _, ...rest }) => rest)(room.request.sampling) }),
+`,
+      },
+    ],
+    killers: [sim(/^I4/)],
+  },
+  {
+    name: 'first-choice-is-lost',
+    failure: null,
+    why: 'The log probability of the first token, which the prefill half has computed, never reaches its client.',
+    edits: [{ file: DECODE, find: `choice: firstChoice ?? undefined`, put: `choice: undefined` }],
+    killers: [sim(/^I4/)],
   },
   {
     name: 'draft-after-the-end',
