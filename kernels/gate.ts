@@ -56,7 +56,7 @@ export function gate(
     });
     return;
   }
-  assert(bias);
+  assert(bias, 'a gate without tokenExperts needs a bias, found none');
   assertShape(bias, [expertCount], 'f32');
   recorder.run(kernel, { ...shared, entry: 'scored', tensors: { logits, bias, step, experts, weights } });
 }

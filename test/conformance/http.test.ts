@@ -10,6 +10,7 @@ import type { AddressInfo, Socket } from 'node:net';
 import { setImmediate as nextTurn } from 'node:timers/promises';
 import { after, afterEach, before, describe, test } from 'node:test';
 import type { TestContext } from 'node:test';
+import { inspect } from 'node:util';
 import type { FastifyInstance } from 'fastify';
 import OpenAI from 'openai';
 import { answerBrokenRequest } from '../../server/api/edge.ts';
@@ -154,7 +155,7 @@ function answerSamples(batch: number): (room: Room) => void {
 describe('the samples of the embedded model', () => {
   // surface: endpoint.tokenize
   test('are tokenized as the model was trained', async () => {
-    assert.ok(samples.length > 50);
+    assert.ok(samples.length > 50, `${samples.length} samples`);
     for (const { messages: conversation, tools, thinking, prompt_ids: ids } of samples) {
       const body = { messages: conversation, tools, chat_template_kwargs: { thinking } };
       const response = await post('/tokenize', body);
@@ -214,7 +215,7 @@ describe('the samples of the embedded model', () => {
         for (const { choices } of [whole, streamed]) {
           const { message, finish_reason: finishReason } = choices[0]!;
           const calls = (message.tool_calls ?? []).map((call) => {
-            assert.ok(call.type === 'function');
+            assert.ok(call.type === 'function', inspect(call));
             assert.match(call.id, /^call_[0-9a-f]{24}$/);
             return { name: call.function.name, arguments: call.function.arguments };
           });
@@ -290,7 +291,7 @@ describe('a request', () => {
     const answer = post('/v1/completions', { prompt: 'a' });
     const room = await server.rooms.next();
     const { seed } = room.request.sampling;
-    assert.ok(Number.isInteger(seed) && seed >= 0 && seed < 2 ** 32);
+    assert.ok(Number.isInteger(seed) && seed >= 0 && seed < 2 ** 32, `seed ${seed}`);
     room.finish('b');
     await (await answer).json();
   });
@@ -303,7 +304,7 @@ describe('a request', () => {
     assert.match(replaced.headers.get('x-request-id') ?? '', /^[0-9a-f-]{36}$/);
     const answer = post('/v1/chat/completions', { ...plain, stream: true }, { headers: { 'x-request-id': 'label-2' } });
     const room = await server.rooms.next();
-    assert.ok(!room.request.requestId.includes('label'));
+    assert.doesNotMatch(room.request.requestId, /label/);
     room.finish('x');
     const response = await answer;
     assert.equal(response.headers.get('x-request-id'), 'label-2');
@@ -335,7 +336,7 @@ describe('a stream', () => {
     );
     assert.deepEqual(chunks.map(({ choices }) => choices[0]?.finish_reason).slice(-3), [null, 'stop', undefined]);
     assert.equal(chunks.at(-1)?.usage?.prompt_tokens, room.request.promptTokens.length);
-    assert.ok(chunks.slice(0, -1).every(({ usage }) => usage === null));
+    assert.deepEqual(new Set(chunks.slice(0, -1).map(({ usage }) => usage)), new Set([null]));
   });
 
   /** What one push of these tokens adds. */
@@ -348,8 +349,8 @@ describe('a stream', () => {
     (await server.rooms.next()).finish('');
     const events = eventsOf(await (await answer).text());
     assert.equal(events.length, 3);
-    assert.ok(events[0]?.includes('"role":"assistant"'));
-    assert.ok(events[1]?.includes('"finish_reason":"stop"'));
+    assert.match(events[0] ?? '', /"role":"assistant"/);
+    assert.match(events[1] ?? '', /"finish_reason":"stop"/);
   });
 
   // surface: errors.504
@@ -417,7 +418,7 @@ describe('a stream', () => {
       rest += Buffer.from(part.value).toString();
     const events = eventsOf(rest);
     assert.equal(events.length, 2);
-    assert.ok(events[0]?.includes('decode_timeout'));
+    assert.match(events[0] ?? '', /decode_timeout/);
   });
 
   // surface: transport.slow-reader
@@ -583,7 +584,7 @@ describe('a client that leaves', () => {
     const rooms = await Promise.all(answers.map(() => server.rooms.next()));
     aborter.abort();
     const reasons = await Promise.all(rooms.map((room) => room.cancelled));
-    assert.ok(reasons.every((reason) => reason === 'client_lost'));
+    assert.deepEqual(new Set(reasons), new Set(['client_lost']));
     await Promise.all(answers);
   });
 });
@@ -750,7 +751,7 @@ describe('an error', () => {
     for (const stream of [true, false]) {
       const response = await post('/v1/chat/completions', { ...plain, stream });
       const waitSeconds = Number(response.headers.get('retry-after'));
-      assert.ok(Number.isInteger(waitSeconds) && waitSeconds >= 3 && waitSeconds <= 6);
+      assert.ok(Number.isInteger(waitSeconds) && waitSeconds >= 3 && waitSeconds <= 6, `retry-after ${waitSeconds}`);
       const { status, code, type } = await errorOf(response);
       assert.deepEqual({ status, code, type }, { status: 503, code: 'queue_full', type: 'overloaded_error' });
     }
@@ -769,7 +770,7 @@ describe('an error', () => {
     for (const stream of [true, false]) {
       const { status, code, message } = await errorOf(await post('/v1/chat/completions', { ...plain, stream }));
       assert.deepEqual({ status, code }, { status: 500, code: 'internal_error' });
-      assert.ok(!message.includes('secret'));
+      assert.doesNotMatch(message, /secret/);
     }
     server.rooms.script = (room) => room.finish('fine');
     assert.equal((await client.chat.completions.create({ ...plain })).choices[0]?.message.content, 'fine');
@@ -777,7 +778,7 @@ describe('an error', () => {
 
   test('is read by the openai client with its message', async () => {
     await assert.rejects(client.chat.completions.create({ ...plain, temperature: 9 }), (error) => {
-      assert.ok(error instanceof OpenAI.BadRequestError);
+      assert.ok(error instanceof OpenAI.BadRequestError, inspect(error));
       assert.equal(error.param, 'temperature');
       assert.match(error.message, /temperature must be a number from 0 to 2/);
       return true;
@@ -839,7 +840,7 @@ test('health follows the workers', async () => {
     assert.deepEqual(await healthy.json(), { status: 'ok' });
     server.rooms.isReady = false;
     const response = await fetch(server.url + path);
-    assert.ok(response.headers.has('retry-after'));
+    assert.notEqual(response.headers.get('retry-after'), null);
     assert.deepEqual((await errorOf(response)).code, 'engine_unavailable');
   }
 });
@@ -879,7 +880,7 @@ test('text survives tokenize and detokenize, alone and in lists', async () => {
 test('tokens come with their texts when asked for, and long lists come back whole', async () => {
   const prompt = 'Hello 世界 😀 '.repeat(2000);
   const ids = tokenizer.encode(prompt);
-  assert.ok(ids.length > 20_000);
+  assert.ok(ids.length > 20_000, `${ids.length} tokens`);
   const large = [
     post('/tokenize', { prompt: [prompt, 'é'], return_token_strs: true }),
     post('/detokenize', { tokens: ids }),
@@ -954,7 +955,7 @@ test('metrics are told of first tokens, later ones and ends, once each', async (
   assert.equal(observed.laterTokens, 2);
   assert.equal(observed.finished.length, 1);
   const { seconds, ...finished } = observed.finished[0]!;
-  assert.ok(seconds > 0);
+  assert.ok(seconds > 0, `${seconds} s`);
   const generatedTokens = tokenizer.encode('one').length + tokenizer.encode(' two').length + 1;
   assert.deepEqual(finished, { outcome: 'stop', streaming: true, promptTokens: 2, generatedTokens });
   assert.deepEqual(observed.responded, [['/v1/completions', 200]]);
@@ -1011,7 +1012,7 @@ describe('a prompt that is encoded aside', () => {
       aborter.abort();
       await assert.rejects(answer, { name: 'AbortError' });
       await over;
-      assert.ok(signal.aborted);
+      assert.equal(signal.aborted, true, 'the encoding goes on');
       assert.deepEqual(observed.responded.at(-1), [path, 499]);
     }
     assert.deepEqual(
@@ -1095,7 +1096,10 @@ describe('aborting', () => {
     const answers = [1, 2, 3].map(() => post('/v1/completions', { prompt: 'a' }));
     const rooms = [await server.rooms.next(), await server.rooms.next(), await server.rooms.next()];
     assert.equal((await post('/abort_request', { abort_all: true })).status, 401);
-    assert.ok(rooms.every(({ cancelReason }) => cancelReason === null));
+    assert.deepEqual(
+      rooms.map(({ cancelReason }) => cancelReason),
+      [null, null, null],
+    );
     const all = await post('/abort_request', { abort_all: true }, { headers: admin });
     assert.deepEqual(await all.json(), { success: true, aborted: 3 });
     for (const answer of answers) assert.equal((await answer).status, 499);

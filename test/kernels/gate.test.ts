@@ -138,7 +138,10 @@ test('NaN logits still give valid expert ids', async () => {
     expertCount: 8,
     chosenCount: 3,
   });
-  assert.ok(result.ids.subarray(0, 3).every((id) => id < 8));
+  assert.ok(
+    result.ids.subarray(0, 3).every((id) => id < 8),
+    `ids ${result.ids.subarray(0, 3).join(', ')}`,
+  );
 });
 
 test('a gate with both a bias and a token table, or with neither, is refused', async () => {

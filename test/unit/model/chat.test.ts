@@ -258,7 +258,7 @@ test('what clients send never becomes a special token, wherever it stands', () =
     return ids.filter((id) => tokenizer.isSpecial(id));
   };
   const harmless = specialsOf('x');
-  assert.ok(harmless.length > 20);
+  assert.ok(harmless.length > 20, `${harmless.length} special tokens`);
   for (const mark of marks) {
     assert.ok(tokenizer.isSpecial(tokenizer.tokenId(mark)!), mark);
     assert.deepEqual(specialsOf(`a ${mark} b`), harmless, mark);

@@ -66,7 +66,7 @@ test('a row has a draft where the token behind it is wanted and its page is ther
   const state = create({ drafts: true });
   const draftedAt = (): [number, boolean] => {
     const [row] = nextDecodeBatch(state)?.rows ?? [];
-    assert.ok(row);
+    assert.ok(row, 'the batch has no row');
     return [row.position, row.drafted];
   };
   const done = (...tokens: number[]): string[] =>
@@ -277,7 +277,7 @@ test('the client’s budget ends a running room, and the stall clock a transfer'
   step(stalled, { type: 'written', key: keyOf(0), unit: 0, nowMs: 1 });
   const seen: string[] = [];
   for (let nowMs = 500; nowMs <= 15_500; nowMs += 500) seen.push(...step(stalled, { type: 'tick', nowMs }));
-  assert.ok(seen.includes('end:deadline'));
+  assert.ok(seen.includes('end:deadline'), seen.join(', '));
 });
 
 test('one flipped byte ends its room with that reason, and no other', () => {

@@ -338,7 +338,7 @@ test('the audit sees a page behind one of another salt', () => {
   const state = create();
   serve(state, 0, promptOf(256, 10));
   const child = [...state.cache.pages.values()].find(({ parent }) => parent !== null);
-  assert.ok(child !== undefined);
+  assert.ok(child !== undefined, `none of ${state.cache.pages.size} pages has a parent`);
   child.salt = SALTS[1] ?? null;
   assert.deepEqual(auditPrefill(state), [`page ${child.page}: of another salt than what is before it`]);
 });
@@ -381,7 +381,7 @@ test('the tier is told the salt, when it is asked and when it is given something
   step(state, { type: 'fetched', key: keyOf(0), tokenCount: 0, nowMs: 1 });
   compute(state);
   const given = fromPeer(state, 0, { type: 'DONE' }).find(({ type }) => type === 'stash');
-  assert.ok(asked?.type === 'fetch' && given?.type === 'stash');
+  assert.ok(asked?.type === 'fetch' && given?.type === 'stash', `found ${asked?.type} and ${given?.type}`);
   assert.deepEqual([asked.salt, given.salt], [salt, salt]);
 });
 
@@ -410,7 +410,7 @@ test('what a room has verified is copied to the tier once, and not evicted meanw
     return fromPeer(state, sequence, { type: 'DONE' }).filter(({ type }) => type === 'stash');
   };
   const [stash] = handOver(0, promptOf(300, 0));
-  assert.ok(stash?.type === 'stash');
+  assert.ok(stash?.type === 'stash', `found ${stash?.type}`);
   assert.deepEqual([stash.pages.map(({ index }) => index), stash.states.map(({ index }) => index)], [[0, 1], [1]]);
   assert.deepEqual(handOver(1, promptOf(300, 0)), [], 'it has been given all of it');
   ask(state, 2, promptOf(0, 500, 2));

@@ -289,7 +289,7 @@ test('a retracted sequence keeps its turn: it goes on before those that became r
   // As if room 1 had been away: what comes back is put before the newer one.
   const lease = state.live.get(keyOf(1))?.lease;
   const sequence = sequenceOf(state, 1) as Sequence;
-  assert.ok(lease);
+  assert.ok(lease, 'room 1 holds no lease');
   state.waiting.shift();
   sequence.phase = 'restoring';
   sequence.moving = 'restore';

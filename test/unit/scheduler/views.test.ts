@@ -25,7 +25,7 @@ test('a decode room shows its queue, its peer, and what it owns under which name
   assert.ok(views[0]!.owns.pages.length >= 2, 'two pages of the prompt at least');
   assert.equal(views[0]?.progress.units, 3, 'two pages and the slot');
   assert.equal(creditByPeer(views).get(P.epoch), views[0]?.owns.creditBytes);
-  assert.ok(views[0]!.owns.creditBytes > 0);
+  assert.ok(views[0]!.owns.creditBytes > 0, `${views[0]!.owns.creditBytes} bytes of credit`);
 });
 
 test('a stopped room leaves its unacknowledged messages in sight', () => {
@@ -66,7 +66,7 @@ test('a prefill room that computes is busy, and unwinds for as long as it is', (
   };
   const reserved = { type: 'RESERVED', ...envelope, manifest, credit: 20 } as const;
   stepPrefill(state, { type: 'peer_message', peer: D, message: reserved, nowMs: 2 });
-  assert.ok(nextPrefillBatch(state) !== null);
+  assert.notEqual(nextPrefillBatch(state), null);
   const [computing] = viewPrefill(state);
   assert.deepEqual([computing?.queue, computing?.state, computing?.isBusy], ['running', 'transferring', true]);
   assert.equal(computing?.owns.creditBytes, 20);

@@ -70,7 +70,7 @@ test('the environment of the choice leads a child process to the same adapter at
       .split('\n')
       .map((line) => [line.slice(0, line.indexOf('=')), line.slice(line.indexOf('=') + 1)]),
   );
-  assert.ok(environment['HANDOFF_ADAPTER']);
+  assert.ok(environment['HANDOFF_ADAPTER'], Object.keys(environment).join(', '));
   const decision = JSON.parse(environment['HANDOFF_ADAPTER_DECISION'] ?? '') as { choice: { reason: string } };
   decision.choice.reason = 'My parent said so.';
   const child = adapter([], {

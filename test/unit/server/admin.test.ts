@@ -1,5 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import { adminHeaders, createAdminGate } from '../../../server/operators/admin.ts';
 import { ApiError } from '../../../server/errors.ts';
 
@@ -8,7 +9,7 @@ function statusOf(key: string | null, remoteAddress: string | undefined, headers
     createAdminGate(key)({ headers, socket: { remoteAddress } });
     return 200;
   } catch (error) {
-    assert.ok(error instanceof ApiError);
+    assert.ok(error instanceof ApiError, inspect(error));
     return error.status;
   }
 }

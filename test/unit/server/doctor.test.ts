@@ -106,7 +106,10 @@ test('a cluster at rest is healthy, on one screen, with its versions', () => {
   assert.deepEqual(faults, []);
   assert.match(lines[0]!, /healthy/);
   assert.ok(lines.length <= 24 && lines.every((line) => line.length <= 160), lines.join('\n'));
-  assert.ok(lines.some((line) => /router, prefill-0, decode-0: version 1\.2\.3 at abcdef012345, code c0de/.test(line)));
+  assert.ok(
+    lines.some((line) => /router, prefill-0, decode-0: version 1\.2\.3 at abcdef012345, code c0de/.test(line)),
+    lines.join('\n'),
+  );
 });
 
 test('an entry that stays in a hand-over beyond the stall clock is named, with process, queue and age', () => {

@@ -3,6 +3,7 @@ import { mkdtempSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import {
   backportsSource,
   findLavapipe,
@@ -35,7 +36,10 @@ test('an embedded key is taken over with all its lines', () => {
   const sources = parseDeb822(
     `Types: deb\nURIs: http://mirror.example/debian\nSuites: bookworm\nComponents: main\nSigned-By:${key}\n`,
   );
-  assert.ok(backportsSource(sources, 'bookworm')?.includes(`Signed-By: ${key}\n`));
+  assert.ok(
+    backportsSource(sources, 'bookworm')?.includes(`Signed-By: ${key}\n`),
+    inspect(backportsSource(sources, 'bookworm')),
+  );
 });
 
 test('one-line sources are read with and without options', () => {

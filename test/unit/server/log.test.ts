@@ -32,8 +32,8 @@ test('prompts, outputs and credentials do not reach the log, also one level down
   const { lines, log } = capture('info');
   const secrets = { prompt: 'sesame', messages: ['sesame'], text: 'sesame', authorization: 'sesame', apiKey: 'sesame' };
   log.info({ ...secrets, body: secrets, req: { headers: { authorization: 'sesame', host: 'h' } } }, 'request');
-  assert.ok(!JSON.stringify(lines).includes('sesame'));
-  assert.ok(JSON.stringify(lines).includes('"host":"h"'));
+  assert.doesNotMatch(JSON.stringify(lines), /sesame/);
+  assert.match(JSON.stringify(lines), /"host":"h"/);
 });
 
 test('lines below the level are dropped, errors keep their stack and cause', () => {

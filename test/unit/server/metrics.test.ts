@@ -197,7 +197,10 @@ test('ages, peers, reaper and build of a worker are shown; a peer that is forgot
   for (const [name, labels, value] of expected) assert.equal(valueOf(text, name, ...labels), value, name);
 
   sights = quiet;
-  assert.ok(!(await metrics.text()).includes(peer));
+  assert.deepEqual(
+    (await metrics.text()).split('\n').filter((line) => line.includes(peer)),
+    [],
+  );
 });
 
 test('the gauges and totals of a worker are those of its state at the scrape', async (t) => {
@@ -347,9 +350,9 @@ test('the router shows its own series and those of its workers, kept apart by a 
 test('names are repeated with colons for who asks for them, whole families at a time', async (t) => {
   const text = await workerMetrics(t, 'decode', () => ({ ...idle, generatedTokensTotal: 22 })).text();
   const aliased = withColonAliases(text);
-  assert.ok(aliased.startsWith(text));
+  assert.equal(aliased.slice(0, text.length), text);
   const [plain, more] = [parseExposition(text)!, parseExposition(aliased.slice(text.length))!];
-  assert.ok(parseExposition(aliased) !== null);
+  assert.notEqual(parseExposition(aliased), null);
   assert.deepEqual(
     more.map(({ name }) => name),
     plain.flatMap(({ name }) => (name.startsWith('sglang_') ? [name.replace('sglang_', 'sglang:')] : [])),
@@ -419,7 +422,7 @@ test('a silent worker delays the page by 50 ms and no more', async (t) => {
   const startMs = performance.now();
   const text = await metrics.text();
   // The rest is for a machine that does other things too.
-  assert.ok(performance.now() - startMs < 1000);
+  assert.ok(performance.now() - startMs < 1000, `${performance.now() - startMs} ms`);
   assert.equal(valueOf(text, 'handoff_worker_up', 'worker="decode-0"'), 0);
 });
 

@@ -44,7 +44,8 @@ const rules = readFileSync(rulesPath, 'utf8');
 
 test('the alert rules use metrics that exist, and the page explains each of them', () => {
   const alerts = [...rules.matchAll(/- alert: (\w+)/g)].map((match) => match[1]!);
-  assert.ok(alerts.length > 0 && new Set(alerts).size === alerts.length);
+  assert.notDeepEqual(alerts, []);
+  assert.deepEqual(alerts, [...new Set(alerts)]);
   for (const alert of alerts) assert.ok(page.includes(alert), `${alert} is not in docs/operations.md`);
   for (const [, name] of page.matchAll(/\b(Handoff[A-Z]\w+)/g)) assert.ok(alerts.includes(name!), name);
   const metrics = new Set([...metricsTable().matchAll(/^\| `(\w+)`/gm)].map((match) => match[1]!));

@@ -9,6 +9,7 @@ import { PassThrough } from 'node:stream';
 import { test } from 'node:test';
 import type { TestContext } from 'node:test';
 import { fileURLToPath } from 'node:url';
+import { inspect } from 'node:util';
 import { resolveConfig } from '../../../server/config.ts';
 import type { AllConfig } from '../../../server/config.ts';
 import { createLogger } from '../../../server/log.ts';
@@ -72,7 +73,7 @@ function supervise(
 }
 
 async function ask(url: string | undefined): Promise<FakeAnswer> {
-  assert.ok(url !== undefined);
+  assert.ok(url !== undefined, 'the process has no address');
   return (await (await fetch(url)).json()) as FakeAnswer;
 }
 
@@ -92,11 +93,14 @@ test('the router gets every control address, workers the flags of all and their 
     processes.map(({ name }) => name),
     ['router', 'prefill-0', 'prefill-1', 'decode-0'],
   );
-  assert.ok(processes.every(({ state }) => state === 'ready'));
+  assert.deepEqual(new Set(processes.map(({ state }) => state)), new Set(['ready']));
   const router = await ask(named(processes, 'router').addresses?.http);
   for (const name of ['prefill-0', 'prefill-1'])
     assert.ok(router.argv.includes(`--prefill-worker=${named(processes, name).addresses?.control}`), name);
-  assert.ok(router.argv.includes(`--decode-worker=${named(processes, 'decode-0').addresses?.control}`));
+  assert.ok(
+    router.argv.includes(`--decode-worker=${named(processes, 'decode-0').addresses?.control}`),
+    router.argv.join(' '),
+  );
   const decode = await ask(named(processes, 'decode-0').addresses?.http);
   assert.equal(router.threads, null);
   assert.equal(decode.threads, String(Math.max(1, Math.floor(availableParallelism() / 3))));
@@ -149,7 +153,7 @@ test('a worker that cannot start three times ends everything and says why', asyn
   const { supervisor } = supervise(t, allConfig(), { faults: { FAKE_DECODE: 'broken' } });
 
   await assert.rejects(supervisor.start(), (error: Error) => {
-    assert.ok(error instanceof SupervisorError);
+    assert.ok(error instanceof SupervisorError, inspect(error));
     assert.match(error.message, /^decode-0 could not be started \(3 tries, last: exit code 1\):\nno weights here$/);
     return true;
   });
@@ -202,7 +206,7 @@ test('closing ends all processes, a stubborn one by force', async (t) => {
 
   assert.ok(tookMs >= 300, `the stubborn one had only ${tookMs} ms`);
   for (const pid of pids) assert.throws(() => process.kill(pid, 0), { code: 'ESRCH' });
-  assert.ok(supervisor.processes().every(({ state }) => state === 'ended'));
+  assert.deepEqual(new Set(supervisor.processes().map(({ state }) => state)), new Set(['ended']));
 });
 
 test('a drain leaves the children its grace, a quick end does not', async (t) => {
@@ -227,7 +231,10 @@ test('closing during a start ends it, and no process is started afterwards', asy
   await supervisor.close('quick');
   await started;
 
-  assert.ok(!events.some(({ name, state }) => name === 'router' && state === 'starting'));
+  assert.deepEqual(
+    events.filter(({ name, state }) => name === 'router' && state === 'starting'),
+    [],
+  );
 });
 
 test('closing during a back-off cancels the restart', async (t) => {

@@ -1,5 +1,6 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import {
   decodeMessage,
   encodeMessage,
@@ -224,8 +225,8 @@ test('random bytes never throw and never decode', () => {
 });
 
 test('epochs order by time, and keys come apart again', () => {
-  assert.ok(makeEpoch(999, 0xffffffff) < makeEpoch(1000, 0));
-  assert.ok(makeEpoch(2 ** 40, 0) < makeEpoch(2 ** 40, 1));
+  assert.ok(makeEpoch(999, 0xffffffff) < makeEpoch(1000, 0), inspect([makeEpoch(999, 0xffffffff), makeEpoch(1000, 0)]));
+  assert.ok(makeEpoch(2 ** 40, 0) < makeEpoch(2 ** 40, 1), inspect([makeEpoch(2 ** 40, 0), makeEpoch(2 ** 40, 1)]));
   assert.deepEqual(parseKey(KEY), {
     router: makeEpoch(5, 6),
     room: makeRoomId(makeEpoch(5, 6), 12),

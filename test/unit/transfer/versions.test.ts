@@ -1,6 +1,7 @@
 /** Two releases on one wire: who does not fit is told which version each side speaks, and nothing is left waiting. */
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import { Dealer } from 'zeromq';
 import { openListener, type ChannelEvent } from '../../../transfer/channel.ts';
 import { decodeMessage, encodeMessage, makeEpoch, PROTOCOL_VERSION } from '../../../transfer/messages.ts';
@@ -42,7 +43,7 @@ test('a HELLO of another protocol version is refused with both versions', { time
   } as const;
   await dealer.send([encodeMessage(hello)]);
   const decoded = decodeMessage(await dealer.receive());
-  assert.ok(decoded.ok);
+  assert.ok(decoded.ok, inspect(decoded));
   assert.deepEqual(decoded.message, {
     type: 'REFUSE',
     epoch: EPOCH,

@@ -1,6 +1,7 @@
 import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import { createTurns } from '../../../../server/api/turns.ts';
 import type { Turn, TurnsOptions } from '../../../../server/api/turns.ts';
 import { ApiError } from '../../../../server/errors.ts';
@@ -35,7 +36,7 @@ const codeOf = (act: () => unknown): string => {
   try {
     act();
   } catch (error) {
-    assert.ok(error instanceof ApiError);
+    assert.ok(error instanceof ApiError, inspect(error));
     return error.code;
   }
   assert.fail('it was let in');
@@ -119,7 +120,7 @@ test('requests in a minute are limited by key, and the answer says when to come 
     enter('a', 'a');
     assert.fail('it was let in');
   } catch (error) {
-    assert.ok(error instanceof ApiError);
+    assert.ok(error instanceof ApiError, inspect(error));
     assert.equal(error.status, 429);
     assert.equal(error.retryAfterSeconds, 10);
   }
