@@ -10,7 +10,15 @@ import type { Device } from '../kernels/device.ts';
 import { NOT_REACHED, SAMPLED } from '../kernels/draft.ts';
 import { embed } from '../kernels/embed.ts';
 import { Recorder } from '../kernels/kernel.ts';
-import { LOGPROB_WORDS } from '../kernels/logprobs.ts';
+import {
+  LOGGED_WORDS,
+  LOGPROB_WORDS,
+  noteChosen,
+  rankTokens,
+  readLogprobs,
+  writeLoggedRow,
+  type TokenLogprobs,
+} from '../kernels/logprobs.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext, StepShape } from './attention.ts';
@@ -105,6 +113,16 @@ export interface ForwardSequence extends Choosing {
    * samples as it would without a draft; if it samples the draft, the draft's row samples too.
    */
   readonly drafted?: boolean;
+  /** Of a prompt whose own tokens' log probabilities are asked for. */
+  readonly told?: PromptLog | undefined;
+}
+
+/** Log probabilities of a prompt's tokens, each from the logits of the row before it. */
+export interface PromptLog {
+  /** How many of the likeliest are told with each, 0 to 20. */
+  readonly topCount: number;
+  /** A step appends what it knows: of the token behind each row of its chunk, `next` behind the last. */
+  readonly into: TokenLogprobs[];
 }
 
 export interface ForwardBatch {
@@ -192,6 +210,7 @@ async function plainStep(model: Model, cache: KvCache, batch: ForwardBatch): Pro
   const recorder = new Recorder(device);
   const context = { recorder, config: model.config, workspace, shape };
   recordLayers(context, model, cache);
+  await tellPrompts(context, model, batch);
   if (shape.sampledCount > 0) recordSamples(context, model, choices);
   return readSamples(model, recorder, { batch, shape, choices });
 }
@@ -207,8 +226,60 @@ async function draftingStep(model: Model, cache: KvCache, batch: ForwardBatch): 
   const args = { buffers, cache: draft, shape: writeDraftStep(device, buffers, { phase, chunks, rowsEach }) };
   const recorder = new Recorder(device);
   const context = { recorder, config, workspace, shape };
-  recordDraftingStep(context, { model, cache, mtp, args, choices });
+  recordDraftTokens(context, args);
+  recordLayers(context, model, cache);
+  await tellPrompts(context, model, batch);
+  recordSamplesAndDrafts(context, { model, mtp, args, choices });
   return readSamples(model, recorder, { batch, shape, choices });
+}
+
+// Before the step's own samples: drafts write over the streams, and what the samples need is uploaded again behind this.
+async function tellPrompts(context: BlockContext, model: Model, batch: ForwardBatch): Promise<void> {
+  const asked = toldRows(batch.sequences);
+  if (asked.length === 0) return;
+  const { device, limits, weights } = model;
+  const { recorder, workspace, shape } = context;
+  const { choice, steps, logits, tokens } = workspace;
+  recorder.submit();
+  for (let first = 0; first < asked.length; first += limits.maxSampled) {
+    const block = asked.slice(first, first + limits.maxSampled);
+    const count = block.length;
+    const logged = new Uint32Array(count * LOGGED_WORDS);
+    for (const [sample, { topCount }] of block.entries()) {
+      writeLoggedRow(logged, sample, { sample, topCount, firstEdit: 0, editCount: 0 });
+    }
+    uploadTensor(device, steps.step, Uint32Array.of(shape.rowCount, batch.sequences.length, count, 0));
+    uploadTensor(
+      device,
+      steps.sampled,
+      Uint32Array.from(block, ({ row }) => row),
+    );
+    uploadTensor(
+      device,
+      tokens,
+      Uint32Array.from(block, ({ token }) => token),
+    );
+    uploadTensor(device, choice.logged, logged);
+    recordHead({ ...context, shape: { ...shape, sampledCount: count } }, weights);
+    rankTokens(recorder, { ...choice, logits, loggedCount: count });
+    noteChosen(recorder, { ...choice, logits, tokens, loggedCount: count });
+    const parts = [{ source: choice.logprobs, byteLength: count * LOGPROB_WORDS * 4 }];
+    const words = new Uint32Array(await readBack(model, recorder, parts));
+    for (const [index, { topCount, into }] of block.entries()) into.push(readLogprobs(words, index, topCount));
+  }
+  writeSamples(model, batch);
+}
+
+// The rows of a step whose next token is of a prompt that asks, with that token.
+function toldRows(sequences: readonly ForwardSequence[]): (PromptLog & { row: number; token: number })[] {
+  let firstRow = 0;
+  return sequences.flatMap(({ tokens, next, told }) => {
+    const row = firstRow;
+    firstRow += tokens.length;
+    if (told === undefined) return [];
+    const known = [...Array.from(tokens).slice(1), ...(next === undefined ? [] : [next])];
+    return known.map((token, index) => ({ ...told, row: row + index, token }));
+  });
 }
 
 // Submit, and bring back what was sampled: tokens, and log probabilities of those that ask.
@@ -353,13 +424,11 @@ function recordLayers(context: BlockContext, model: Model, cache: KvCache): void
   }
 }
 
-function recordDraftingStep(
+function recordSamplesAndDrafts(
   context: BlockContext,
-  parts: { model: Model; cache: KvCache; mtp: MtpWeights; args: DraftArgs; choices: StepChoices },
+  parts: { model: Model; mtp: MtpWeights; args: DraftArgs; choices: StepChoices },
 ): void {
-  const { model, cache, mtp, args, choices } = parts;
-  recordDraftTokens(context, args);
-  recordLayers(context, model, cache);
+  const { model, mtp, args, choices } = parts;
   if (context.shape.sampledCount > 0) recordSamples(context, model, choices);
   recordDrafts(context, { ...args, weights: mtp, model: model.weights });
 }
@@ -449,10 +518,9 @@ function draftChunks(sequences: readonly ForwardSequence[]): DraftChunk[] {
 // Describe the step to the device. Everything that changes from step to step is in these tensors, so that bind groups,
 // which hold the rest, stay cached.
 function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): { shape: StepShape; choices: StepChoices } {
-  const { device, limits, workspace, config } = model;
+  const { device, limits, workspace } = model;
   const { sequences, phase } = batch;
   const rowCount = sequences.reduce((sum, { tokens }) => sum + tokens.length, 0);
-  const sampledCount = sequences.reduce((sum, sequence) => sum + sampleCount(sequence), 0);
   assert(
     sequences.length > 0 && sequences.length <= limits.maxSequences,
     `${sequences.length} sequences in a step of at most ${limits.maxSequences}`,
@@ -462,10 +530,7 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): { shape: 
   const rows = new Uint32Array(rowCount * 4);
   const chunks = new Uint32Array(sequences.length * 4);
   const pageTable = new Uint32Array(sequences.length * limits.maxPages);
-  const sampled = new Uint32Array(sampledCount);
-  const sampling = new Uint32Array(sampledCount * SAMPLING_WORDS);
   let row = 0;
-  let sample = 0;
   let lastPosition = 0;
   for (const [index, sequence] of sequences.entries()) {
     const { slot, pages, start, tokens } = sequence;
@@ -476,9 +541,28 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): { shape: 
       rows.set([tokens[offset]!, start + offset, index, offset], (row + offset) * 4);
     }
     row += tokens.length;
-    const end = start + tokens.length;
-    lastPosition = Math.max(lastPosition, end - 1);
+    lastPosition = Math.max(lastPosition, start + tokens.length - 1);
+  }
+  const { steps } = workspace;
+  uploadTensor(device, steps.rows, rows);
+  uploadTensor(device, steps.sequences, chunks);
+  uploadTensor(device, steps.pageTable, pageTable);
+  const { sampledCount, choices } = writeSamples(model, batch);
+  return { shape: { phase, rowCount, sampledCount, lastPosition }, choices };
+}
+
+// What the head and the choice of tokens are told of a step, and how large it is.
+function writeSamples(model: Model, { sequences }: ForwardBatch): { sampledCount: number; choices: StepChoices } {
+  const { device, limits, workspace, config } = model;
+  const sampledCount = sequences.reduce((sum, sequence) => sum + sampleCount(sequence), 0);
+  const sampled = new Uint32Array(sampledCount);
+  const sampling = new Uint32Array(sampledCount * SAMPLING_WORDS);
+  let row = 0;
+  let sample = 0;
+  for (const sequence of sequences) {
+    row += sequence.tokens.length;
     if (!sequence.sampling) continue;
+    const end = sequence.start + sequence.tokens.length;
     for (let back = sampleCount(sequence) - 1; back >= 0; back--, sample++) {
       sampled[sample] = row - 1 - back;
       writeSamplingRow(sampling, sample, { ...sequence.sampling, position: end - back });
@@ -486,17 +570,14 @@ function writeStep(model: Model, cache: KvCache, batch: ForwardBatch): { shape: 
   }
 
   const { steps } = workspace;
-  uploadTensor(device, steps.step, Uint32Array.of(rowCount, sequences.length, sampledCount, 0));
-  uploadTensor(device, steps.rows, rows);
-  uploadTensor(device, steps.sequences, chunks);
-  uploadTensor(device, steps.pageTable, pageTable);
+  uploadTensor(device, steps.step, Uint32Array.of(row, sequences.length, sampledCount, 0));
   if (sampledCount > 0) {
     uploadTensor(device, steps.sampled, sampled);
     uploadTensor(device, steps.sampling, sampling);
   }
   const asking = sequences.map((sequence) => ({ ...sequence, sampleCount: sampleCount(sequence) }));
   const choices = writeChoices(device, workspace.choice, { config, limits, sequences: asking });
-  return { shape: { phase, rowCount, sampledCount, lastPosition }, choices };
+  return { sampledCount, choices };
 }
 
 function checkSequence(model: Model, cache: KvCache, sequence: ForwardSequence): void {
@@ -591,7 +672,9 @@ async function warmStep(model: Model, cache: KvCache, batch: ForwardBatch): Prom
     const { mtp, buffers, draft } = draftParts(model, cache);
     const step = { phase: batch.phase, chunks: draftChunks(batch.sequences), rowsEach: Infinity };
     const args = { buffers, cache: draft, shape: writeDraftStep(model.device, buffers, step) };
-    recordDraftingStep(context, { model, cache, mtp, args, choices });
+    recordDraftTokens(context, args);
+    recordLayers(context, model, cache);
+    recordSamplesAndDrafts(context, { model, mtp, args, choices });
   } else {
     recordLayers(context, model, cache);
     recordSamples(context, model, choices);

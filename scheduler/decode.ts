@@ -53,7 +53,6 @@ import {
   type RoomKey,
   type RouterToWorker,
   type SubmitMessage,
-  type TokenChoice,
   type TokensMessage,
 } from '../transfer/messages.ts';
 import {
@@ -727,7 +726,14 @@ function addTokens(
   state.generatedTokens += count;
   if (count > 0) {
     const choices = sampled.slice(0, count).flatMap(({ choice }) => (choice === undefined ? [] : [choice]));
-    const row = { key, position, tokens: tokens.slice(position), ...(choices.length < count ? {} : { choices }) };
+    const promptChoices = sampled[0]?.promptChoices;
+    const row = {
+      key,
+      position,
+      tokens: tokens.slice(position),
+      ...(choices.length < count ? {} : { choices }),
+      ...(promptChoices === undefined ? {} : { promptChoices }),
+    };
     const router = parseKey(key)?.router as Epoch;
     effects.push({
       type: 'report',
@@ -859,7 +865,7 @@ function becomeReady(
   state: DecodeState,
   key: RoomKey,
   room: DecodeRoom,
-  { firstToken, firstChoice }: { firstToken: number; firstChoice: TokenChoice | null },
+  { firstToken, firstChoice, promptChoices }: Extract<ReceiverEffect, { type: 'ready' }>,
   nowMs: number,
   effects: WorkerEffect[],
 ): void {
@@ -875,7 +881,8 @@ function becomeReady(
   effects.push({ type: 'send', peer, socket: 'control', message });
   state.order.push(key);
   state.waiting.push(key);
-  addTokens(state, key, room, [{ key, token: firstToken, choice: firstChoice ?? undefined }], nowMs, effects);
+  const told = { choice: firstChoice ?? undefined, promptChoices: promptChoices ?? undefined };
+  addTokens(state, key, room, [{ key, token: firstToken, ...told }], nowMs, effects);
 }
 
 /** The one place where a room's resources are released. */

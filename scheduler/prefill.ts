@@ -31,10 +31,12 @@ import { promptDigest } from '../transfer/checksum.ts';
 import { bury, buryUnseen, isClosed } from '../transfer/closing.ts';
 import { giveBack, quarantinedCount, takeViolations } from '../transfer/ledger.ts';
 import {
+  packedChoiceBytes,
   parseKey,
   type Epoch,
   type Instance,
   type Outcome,
+  type PackedChoices,
   type PageId,
   type PeerMessage,
   type Reason,
@@ -124,7 +126,7 @@ export interface PrefillRoom {
   request: Request | null;
   /** Null until admitted. */
   lease: Lease | null;
-  /** Of the prompt's whole pages; none until submit, or if nothing is cached. */
+  /** Of the prompt's whole pages; none until submit, or if nothing of it is cached. */
   hashes: PromptHashes;
   /** Of the prompt; null until submit. */
   salt: Salt;
@@ -134,6 +136,8 @@ export interface PrefillRoom {
   branchTokens: number;
   /** Tokens that it did not have to compute. */
   cachedTokens: number;
+  /** What is known so far of the choice of its tokens but the first; null if nobody asks. */
+  promptChoices: PackedChoices | null;
   /** The tier is asked for more of its prompt, and fills this state if it has any; null: it is not. */
   fetching: { keep: StateId | null } | null;
 }
@@ -321,7 +325,7 @@ export function nextPrefillBatch(state: PrefillState): PrefillBatch | null {
     const { resume } = room;
     if (resume !== null) leaveState(cache, resume, lease.owner);
     room.resume = null;
-    const keep = end % pageTokens === 0 ? takeState(cache, lease.owner) : null;
+    const keep = hashes.length > 0 && end % pageTokens === 0 ? takeState(cache, lease.owner) : null;
     const { slot, pages } = lease;
     const rules = last ? rowRules(request, []) : null;
     chunks.push({ key, slot, pages: pages.slice(), tokens, next, start, end, last, sampling, rules, resume, keep });
@@ -544,7 +548,12 @@ function onSubmit(
   const { promptTokens, sampling, maxTokens, stopTokens, salt, budgetMs } = message;
   const deadlineMs = nowMs + budgetMs;
   room.salt = salt;
-  if (isCaching(state.cache)) room.hashes = hashPrompt(state.cache, promptTokens, salt);
+  if (sampling.promptLogprobs) {
+    // Of a cached token there are no logits: every token of this prompt is computed, and no page of it is found or kept.
+    room.promptChoices = new Uint8Array((promptTokens.length - 1) * packedChoiceBytes(sampling.logprobs ?? 0));
+  } else if (isCaching(state.cache)) {
+    room.hashes = hashPrompt(state.cache, promptTokens, salt);
+  }
   room.request = { promptTokens, sampling, maxTokens, stopTokens, deadlineMs };
   accept(state, router, key, effects);
   const digest = promptDigest(promptTokens, limits.modelDigest);
@@ -594,6 +603,7 @@ function createRoom(
     resume: null,
     branchTokens: 0,
     cachedTokens: 0,
+    promptChoices: null,
     fetching: null,
   };
   state.live.set(key, room);
@@ -703,18 +713,27 @@ function onStepDone(
   for (const { key, end, last, keep } of step) {
     const room = state.live.get(key) as PrefillRoom;
     state.computedTokens += end - room.sender.computedTokens;
-    const first = last ? sampled.get(key) : null;
-    if (first === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
+    const told = sampled.get(key);
+    if (last && told === undefined) throw new Error(`step_done has no token for the last chunk of ${key}`);
+    notePromptChoices(room, told?.promptChoices);
     if (last) remove(state.computing, key);
     publish(state, room, end, keep);
     if (last) reportCached(state, key, room, effects);
-    const firstToken = first?.token ?? null;
-    const computed = { type: 'computed', computedTokens: end, firstToken, firstChoice: first?.choice, nowMs } as const;
-    runSender(state, key, room, computed, effects);
+    const firstToken = told?.token ?? null;
+    const choices = last ? { firstChoice: told?.choice, promptChoices: room.promptChoices ?? undefined } : {};
+    runSender(state, key, room, { type: 'computed', computedTokens: end, firstToken, ...choices, nowMs }, effects);
     if (last && firstToken === null && state.live.has(key)) {
       stopRoom(state, key, room, { reason: 'unsatisfiable', tellPeer: true }, nowMs, effects);
     }
   }
+}
+
+/** What a step tells of the tokens that follow those of its chunk, before the chunk counts as computed. */
+function notePromptChoices({ promptChoices, request, sender }: PrefillRoom, told: PackedChoices | undefined): void {
+  if (promptChoices === null || request === null) return;
+  const { logprobs = 0 } = request.sampling;
+  if (told === undefined) throw new Error(`step_done tells nothing of the prompt of ${sender.key}, which asks for it`);
+  promptChoices.set(told, sender.computedTokens * packedChoiceBytes(logprobs));
 }
 
 /** What a step computed enters the cache, before any of it is read, unless its room has been stopped meanwhile. */

@@ -11,6 +11,7 @@ import type {
   Salt,
   SamplingParams,
   SlotId,
+  PackedChoices,
   TokenChoice,
   WorkerToRouter,
 } from '../transfer/messages.ts';
@@ -162,10 +163,12 @@ export interface RowRules {
 /** A token sampled in a step, by room. Several of one room are in the order of their positions. */
 export interface SampledToken {
   key: RoomKey;
-  /** Null: the room's rules leave none, which ends it. */
+  /** Null: the room's rules leave none, which ends it; or it is a chunk of a prompt that is not its last. */
   token: number | null;
   /** There if the request asked for log probabilities. */
   choice?: TokenChoice | undefined;
+  /** Of the prompt's tokens that follow the chunk's, there if the request asked for them. */
+  promptChoices?: PackedChoices | undefined;
 }
 
 /** A prompt, and where what is known of it goes. Index i of `pages` holds page i of the prompt. */

@@ -226,7 +226,7 @@ export const SURFACE: readonly { readonly chapter: string; readonly rows: readon
       {
         id: 'completions.logprobs',
         need: 'S',
-        what: '`logprobs`: 0 to 20; null for the tokens of an echoed prompt',
+        what: '`logprobs`: 0 to 20; with `echo` also of the prompt, null for its first token',
       },
       { id: 'completions.best-of', need: 'M', what: '`best_of` 1 or `n`' },
       { id: 'completions.suffix', need: 'M', what: '`suffix` is refused' },

@@ -7,8 +7,9 @@
 import { openDevice, type Device } from '../kernels/device.ts';
 import { ConfigError, loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
 import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
+import type { TokenLogprobs } from '../kernels/logprobs.ts';
 import type { Choosing, Sample } from '../model/choice.ts';
-import { forwardSamples, loadModel, type ForwardBatch, type Model } from '../model/transformer.ts';
+import { forwardSamples, loadModel, type ForwardBatch, type Model, type PromptLog } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch, RowRules } from '../scheduler/types.ts';
 import type { PageId, RoomKey, SamplingParams } from '../transfer/messages.ts';
 
@@ -56,6 +57,14 @@ export interface DraftCounts {
  */
 export type TokenMasks = ReadonlyMap<RoomKey, Uint32Array>;
 
+/** What a step tells of one chunk of a prompt. */
+export interface PrefilledChunk {
+  /** Of the last chunk; its token is null where the chunk's rules and mask leave none. Null of the others. */
+  readonly sample: Sample | null;
+  /** Of the tokens behind the chunk's own, as far as they are of the prompt; null where they are not asked for. */
+  readonly promptLogprobs: readonly TokenLogprobs[] | null;
+}
+
 /** A loaded model that runs batches and moves KV units in and out of the cache. */
 export interface Engine {
   readonly config: ModelConfig;
@@ -69,11 +78,8 @@ export interface Engine {
   readonly slotBytes: number;
   /** What two workers must agree on to exchange units; compared field by field in HELLO. */
   readonly layout: KvCache['layout'];
-  /**
-   * Run the chunks in one step. Resolves with the sample of each `last` chunk, in batch order; its token is null where
-   * the chunk's rules and mask leave none.
-   */
-  prefill(batch: PrefillBatch, masks?: TokenMasks): Promise<Sample[]>;
+  /** Run the chunks in one step. Resolves with what is known of each, in batch order. */
+  prefill(batch: PrefillBatch, masks?: TokenMasks): Promise<PrefilledChunk[]>;
   /**
    * Advance every row. Resolves with the next sample of each row, in batch order; with two where a draft was right. A
    * token is null where the row's rules and mask leave none.
@@ -154,15 +160,19 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
     async prefill(batch, masks) {
       // Before the first `await`: what the scheduler does with these states from now on comes later on the device, too.
       for (const { resume, slot } of batch.chunks) if (resume !== null) cache.resumeSlot(resume, slot);
+      const told = batch.chunks.map(({ sampling: { promptLogprobs, logprobs = 0 } }): PromptLog | undefined =>
+        promptLogprobs ? { topCount: logprobs, into: [] } : undefined,
+      );
       const sampled = await run({
         phase: 'prefill',
-        sequences: batch.chunks.map((chunk) => ({
+        sequences: batch.chunks.map((chunk, index) => ({
           slot: chunk.slot,
           pages: chunk.pages,
           start: chunk.start,
           tokens: chunk.tokens,
           next: chunk.next ?? undefined,
           sampling: chunk.last ? chunk.sampling : null,
+          told: told[index],
           ...(chunk.last ? choosing(chunk, masks) : {}),
         })),
       });
@@ -170,7 +180,11 @@ function engineOf(device: Device, model: Model, cache: KvCache): Engine {
         if (keep !== null) cache.keepSlot(slot, keep);
         prefilledTokens += end - start;
       }
-      return sampled.flat();
+      const samples = sampled.flat();
+      return batch.chunks.map(({ last }, index) => ({
+        sample: last ? samples.shift()! : null,
+        promptLogprobs: told[index]?.into ?? null,
+      }));
     },
     async decode(batch, masks) {
       const sampled = await run({

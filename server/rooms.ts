@@ -16,6 +16,7 @@ import {
   type RouterToWorker,
   type Salt,
   type SamplingParams,
+  type PackedChoices,
   type TokenChoice,
   type WorkerToRouter,
 } from '../transfer/messages.ts';
@@ -55,8 +56,8 @@ export type RoomOutcome =
 
 /** Where a room's tokens go. Called from the event loop, never inside `start`. */
 export interface RoomSink {
-  /** `choices`: one for each id, if the request asked for log probabilities. */
-  onTokens(ids: number[], choices?: readonly TokenChoice[]): void;
+  /** `choices`: one for each id, if the request asked for log probabilities; `promptChoices`: beside the first, likewise. */
+  onTokens(ids: number[], choices?: readonly TokenChoice[], promptChoices?: PackedChoices): void;
   /** So many tokens of the prompt were not computed, because they were cached. Told before the first token, as a rule. */
   onCached(tokenCount: number): void;
   onEnd(outcome: RoomOutcome): void;
@@ -193,7 +194,7 @@ export function createRooms(options: RoomsOptions): RoomDriver {
         break;
       case 'deliver':
         entry.delivered = true;
-        entry.sink.onTokens(effect.tokens, effect.choices);
+        entry.sink.onTokens(effect.tokens, effect.choices, effect.promptChoices);
         break;
       case 'outcome': {
         const { outcome } = effect;

@@ -19,13 +19,14 @@ import {
   stepPrefill,
   type PrefillEvent,
 } from '../scheduler/prefill.ts';
+import type { TokenLogprobs } from '../kernels/logprobs.ts';
 import type { Sample } from '../model/choice.ts';
 import type { PrefixCounts } from '../scheduler/prefix-cache.ts';
-import type { DropCounts, SampledToken, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
+import type { DropCounts, PrefillChunk, SampledToken, WorkerEffect, WorkerLimits } from '../scheduler/types.ts';
 import { viewDecode, viewPrefill, viewUnacked, type RoomView, type UnackedView } from '../scheduler/views.ts';
-import type { Instance, RoomKey } from '../transfer/messages.ts';
+import { packChoices, type Instance, type RoomKey, type TokenChoice } from '../transfer/messages.ts';
 import type { WorkerConfig } from './config.ts';
-import type { Engine } from './engine.ts';
+import type { Engine, PrefilledChunk } from './engine.ts';
 import type { Steering } from './grammar/steering.ts';
 import type { WorkerStats } from './metrics.ts';
 
@@ -152,14 +153,14 @@ export function prefillCore(parts: CoreParts, self: Instance): Core {
     next() {
       const batch = nextPrefillBatch(state);
       if (batch === null) return null;
-      const sampling = batch.chunks.filter((chunk) => chunk.last);
       return {
         rows: batch.chunks.length,
         first: batch.chunks.flatMap(({ key, start, resume }) => (start === 0 || resume !== null ? [key] : [])),
         async run() {
+          const sampling = batch.chunks.filter((chunk) => chunk.last);
           const masks = parts.steering.masks(sampling.map((chunk) => ({ ...chunk, token: null })));
-          const samples = await engine.prefill(batch, masks);
-          return sampling.map(({ key }, index) => sampledToken(key, samples[index]!));
+          const chunks = await engine.prefill(batch, masks);
+          return chunks.flatMap((chunk, index) => prefilledToken(batch.chunks[index]!, chunk));
         },
       };
     },
@@ -285,10 +286,19 @@ export function decodeCore(parts: CoreParts, self: Instance): Core {
 
 /** A sample as the schedulers and the wire have it. */
 function sampledToken(key: RoomKey, { token, logprobs }: Sample): SampledToken {
-  if (token === null || logprobs === null) return { key, token };
-  const { logprob, top } = logprobs;
-  const topIds = top.map(({ id }) => id);
-  return { key, token, choice: { logprob, topIds, topLogprobs: top.map((each) => each.logprob) } };
+  return token === null || logprobs === null ? { key, token } : { key, token, choice: tokenChoice(logprobs) };
+}
+
+function tokenChoice({ logprob, top }: TokenLogprobs): TokenChoice {
+  return { logprob, topIds: top.map(({ id }) => id), topLogprobs: top.map((each) => each.logprob) };
+}
+
+/** What the prefill scheduler is told of a chunk: nothing of one in the midst of a prompt, unless the prompt asks. */
+function prefilledToken({ key, sampling }: PrefillChunk, chunk: PrefilledChunk): SampledToken[] {
+  const { sample, promptLogprobs } = chunk;
+  const sampled = sample === null ? { key, token: null } : sampledToken(key, sample);
+  if (promptLogprobs === null) return sample === null ? [] : [sampled];
+  return [{ ...sampled, promptChoices: packChoices(promptLogprobs.map(tokenChoice), sampling.logprobs ?? 0) }];
 }
 
 function commonGauges(

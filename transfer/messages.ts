@@ -15,7 +15,7 @@ import { Decoder, Encoder } from '@msgpack/msgpack';
 import { crc32c } from './checksum.ts';
 
 /** Version of the messages and their meaning. Peers of another version are refused in HELLO, by name. */
-export const PROTOCOL_VERSION = 3;
+export const PROTOCOL_VERSION = 4;
 
 /** Version of the frame itself: what is needed to read a HELLO of any protocol version, and its refusal. */
 const FRAME_VERSION = 1;
@@ -159,6 +159,8 @@ export interface SamplingParams {
   rules?: SamplingRules;
   /** How many of the likeliest tokens are told with each token, beside its own logprob, 0 to 20; absent: nothing is. */
   logprobs?: number;
+  /** Whether the tokens of the prompt are told the same way, from its second on; only with `logprobs`. */
+  promptLogprobs?: boolean;
   /** What the answer is held to, as server/grammar/constraint.ts packs it; absent: nothing. */
   constraint?: string;
 }
@@ -187,6 +189,12 @@ export interface TokenChoice {
   topIds: number[];
   topLogprobs: number[];
 }
+
+/**
+ * Choices as bytes, little-endian, each of `packedChoiceBytes`: f32 logprob, then for each of the likeliest its u32 id and
+ * f32 logprob. Where there are fewer likeliest than asked for, the id is 2^32 - 1.
+ */
+export type PackedChoices = Uint8Array;
 
 // ---------------------------------------------------------------------------------------------
 // P <-> D. Every message names both lives, so what was meant for an earlier one is dropped.
@@ -237,6 +245,8 @@ export interface EndMessage extends PeerEnvelope {
   firstToken: number;
   /** Null unless the request asked for it. */
   firstChoice: TokenChoice | null;
+  /** Of each token of the prompt but the first; null unless the request asked for it. */
+  promptChoices: PackedChoices | null;
   checksum: number;
 }
 /** D -> P, control. All arrived; P may release. Answered by DONE_ACK, also for an unknown key. */
@@ -384,7 +394,8 @@ export interface AcceptedMessage {
 }
 /**
  * Tokens of one decode step, one row per room of this router. `position` counts the room's generated tokens from 0.
- * `choices` is there if the request asked for log probabilities, one for each token.
+ * `choices` is there if the request asked for log probabilities, one for each token; `promptChoices` beside the first
+ * token if it asked for those of its prompt.
  */
 export interface TokensMessage {
   type: 'tokens';
@@ -397,6 +408,7 @@ export interface TokensRow {
   position: number;
   tokens: number[];
   choices?: TokenChoice[];
+  promptChoices?: PackedChoices;
 }
 /** The half is over and holds nothing. Repeated until `end_ack`. `tokenCount`: tokens this half has sent in all. */
 export interface EndedMessage {
@@ -505,14 +517,17 @@ const isSalt: Check = (value) => value === null || (typeof value === 'string' &&
 const isTopCount: Check = (value) => isCount(value) && (value as number) <= MAX_TOP_LOGPROBS;
 const isSampling = isShape(
   { temperature: isNumber, topK: isCount, topP: isNumber, minP: isNumber, seed: isU32 },
-  { rules: isRules, logprobs: isTopCount, constraint: isConstraint },
+  { rules: isRules, logprobs: isTopCount, promptLogprobs: isFlag, constraint: isConstraint },
 );
 const isChoice: Check = (value) =>
   isShape({ logprob: isNumber, topIds: isListOf(isU32), topLogprobs: isListOf(isNumber) })(value) &&
   (value as TokenChoice).topIds.length <= MAX_TOP_LOGPROBS &&
   (value as TokenChoice).topIds.length === (value as TokenChoice).topLogprobs.length;
 const isTokensRow: Check = (value) =>
-  isShape({ key: isKey, position: isCount, tokens: isListOf(isU32) }, { choices: isListOf(isChoice) })(value) &&
+  isShape(
+    { key: isKey, position: isCount, tokens: isListOf(isU32) },
+    { choices: isListOf(isChoice), promptChoices: isBytes },
+  )(value) &&
   ((value as TokensRow).choices?.length ?? (value as TokensRow).tokens.length) === (value as TokensRow).tokens.length;
 const isOutcome: Check = (value) =>
   isShape({ ok: (ok) => ok === true, finish: isOneOf('stop', 'length', 'sent') })(value) ||
@@ -542,6 +557,7 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
     digest: isText,
     firstToken: isU32,
     firstChoice: (value) => value === null || isChoice(value),
+    promptChoices: (value) => value === null || isBytes(value),
     checksum: isU32,
   },
   DONE: PEER,
@@ -599,6 +615,45 @@ const SHAPES: { [Type in Message['type']]: Record<string, Check> } = {
   },
   cached: { key: isKey, epoch: isEpoch, tokenCount: isCount },
 };
+
+const NO_TOP_ID = 0xffff_ffff;
+
+/** Bytes of one choice in `PackedChoices`. */
+export function packedChoiceBytes(topCount: number): number {
+  return 4 + 8 * topCount;
+}
+
+/** See `PackedChoices`. */
+export function packChoices(choices: readonly TokenChoice[], topCount: number): PackedChoices {
+  const packed = new Uint8Array(choices.length * packedChoiceBytes(topCount));
+  const view = new DataView(packed.buffer);
+  let at = 0;
+  for (const { logprob, topIds, topLogprobs } of choices) {
+    view.setFloat32(at, logprob, true);
+    at += 4;
+    for (let rank = 0; rank < topCount; rank++, at += 8) {
+      view.setUint32(at, topIds[rank] ?? NO_TOP_ID, true);
+      view.setFloat32(at + 4, topLogprobs[rank] ?? 0, true);
+    }
+  }
+  return packed;
+}
+
+/** What `packChoices` has packed. A last choice that is cut is left out. */
+export function unpackChoices(packed: PackedChoices, topCount: number): TokenChoice[] {
+  const view = new DataView(packed.buffer, packed.byteOffset, packed.byteLength);
+  const stride = packedChoiceBytes(topCount);
+  return Array.from({ length: Math.floor(packed.length / stride) }, (_, index) => {
+    const choice: TokenChoice = { logprob: view.getFloat32(index * stride, true), topIds: [], topLogprobs: [] };
+    for (let at = index * stride + 4; at < (index + 1) * stride; at += 8) {
+      const id = view.getUint32(at, true);
+      if (id === NO_TOP_ID) break;
+      choice.topIds.push(id);
+      choice.topLogprobs.push(view.getFloat32(at + 4, true));
+    }
+    return choice;
+  });
+}
 
 /** Frame 0 of a message. The payload of a CHUNK goes in a frame of its own, after it. */
 export function encodeMessage(message: Message): Uint8Array {

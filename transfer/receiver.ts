@@ -23,6 +23,7 @@ import {
   type Instance,
   type Manifest,
   type PeerMessage,
+  type PackedChoices,
   type TokenChoice,
   type Reason,
   type RoomKey,
@@ -93,7 +94,7 @@ export type ReceiverEffect =
   | { type: 'queued' }
   | { type: 'write'; unit: number; payload: Uint8Array }
   /** Complete and proved; pages and slot go to the sequence. Send DONE until acknowledged. Last effect. */
-  | { type: 'ready'; firstToken: number; firstChoice: TokenChoice | null }
+  | { type: 'ready'; firstToken: number; firstChoice: TokenChoice | null; promptChoices: PackedChoices | null }
   /** Write the tombstone; with `tellPeer`, send ABORT until acknowledged. */
   | { type: 'stopped'; reason: Reason; tellPeer: boolean }
   /** Release everything and tell the router. Last effect. */
@@ -324,7 +325,8 @@ function finishIfComplete(receiver: Receiver): ReceiverEffect[] {
   if (end === null || receiver.units.some((unit) => unit !== 'written')) return [];
   if (combineChecksums(receiver.checksums) !== end.checksum) return stop(receiver, 'mismatch', true);
   receiver.phase = 'ended';
-  return [{ type: 'ready', firstToken: end.firstToken, firstChoice: end.firstChoice }];
+  const { firstToken, firstChoice, promptChoices } = end;
+  return [{ type: 'ready', firstToken, firstChoice, promptChoices }];
 }
 
 /** Enter unwinding, whatever the cause. Idempotent: a stopped or ended receiver ignores it. */

@@ -35,6 +35,7 @@ import {
   type Salt,
   type SamplingParams,
   type SubmitMessage,
+  type PackedChoices,
   type TokenChoice,
   type TokensRow,
   type WorkerRef,
@@ -56,8 +57,8 @@ export type RoomEffect =
   | { type: 'send'; epoch: Epoch; message: RouterToWorker }
   /** `avoid`: lives that died or refused during this room. */
   | { type: 'choose_pair'; room: RoomId; attempt: number; avoid: Epoch[] }
-  /** `choices`: one for each token, if the request asked for them. */
-  | { type: 'deliver'; position: number; tokens: number[]; choices?: TokenChoice[] }
+  /** `choices`: one for each token, if the request asked for them; `promptChoices`: beside the first, likewise. */
+  | { type: 'deliver'; position: number; tokens: number[]; choices?: TokenChoice[]; promptChoices?: PackedChoices }
   | { type: 'outcome'; outcome: Outcome; attempts: number; tokenCount: number }
   | { type: 'close' };
 
@@ -273,7 +274,15 @@ function onTokens(
   // A token answers everything but a cancel.
   half.pending = null;
   const choices = event.choices === undefined ? {} : { choices: event.choices.slice(seen) };
-  effects.push({ type: 'deliver', position: room.tokenCount, tokens, ...choices });
+  const { promptChoices } = event;
+  const isFirst = room.tokenCount === 0 && promptChoices !== undefined;
+  effects.push({
+    type: 'deliver',
+    position: room.tokenCount,
+    tokens,
+    ...choices,
+    ...(isFirst ? { promptChoices } : {}),
+  });
   room.tokenCount += tokens.length;
 }
 

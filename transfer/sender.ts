@@ -23,6 +23,7 @@ import {
   type Manifest,
   type Outcome,
   type PeerMessage,
+  type PackedChoices,
   type TokenChoice,
   type Reason,
   type RoomKey,
@@ -64,6 +65,8 @@ export interface Sender {
   firstToken: number | null;
   /** Of the first token, if the request asked for it. */
   firstChoice: TokenChoice | null;
+  /** Of the prompt, if the request asked for it. */
+  promptChoices: PackedChoices | null;
   /** A step that writes our pages is under way. */
   stepping: boolean;
   /** Set from the first END on. */
@@ -101,6 +104,7 @@ export type SenderEvent =
       computedTokens: number;
       firstToken: number | null;
       firstChoice?: TokenChoice | undefined;
+      promptChoices?: PackedChoices | undefined;
       nowMs: number;
     }
   | { type: 'read_done'; firstUnit: number; checksums: number[]; nowMs: number }
@@ -157,6 +161,7 @@ export function createSender(
     computedTokens: 0,
     firstToken: null,
     firstChoice: null,
+    promptChoices: null,
     stepping: false,
     endResend: null,
     stopReason: null,
@@ -195,6 +200,7 @@ export function stepSender(sender: Sender, event: SenderEvent, limits: SenderLim
       sender.computedTokens = event.computedTokens;
       sender.firstToken = event.firstToken;
       sender.firstChoice = event.firstChoice ?? null;
+      sender.promptChoices = event.promptChoices ?? null;
       renewStall(sender, event.nowMs, limits);
       return [];
     case 'read_done':
@@ -457,6 +463,7 @@ function end(sender: Sender): PeerMessage {
     digest: sender.digest,
     firstToken: sender.firstToken as number,
     firstChoice: sender.firstChoice,
+    promptChoices: sender.promptChoices,
     checksum: combineChecksums(sender.checksums),
   };
 }

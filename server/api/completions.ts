@@ -5,7 +5,7 @@ import { DONE, event, finiteLogprob, openaiErrorEvents, usageBody } from './dial
 import type { Dialect, DialectContext, GenerationPlan, Prompt, TokenTexts } from './dialect.ts';
 import { boolean, integer, missing, object, optional, text, unsupported, wellFormed, wrong } from './fields.ts';
 import type { Field, JsonObject } from './fields.ts';
-import type { Finish, LoggedToken } from './generation.ts';
+import type { Finish, LoggedToken, TokenChoice } from './generation.ts';
 import { maxChoiceCount, maxTopLogprobs, openaiCall, openaiFields, readTokenIds } from './sampling.ts';
 import type { GenerationCall, ServedModel } from './sampling.ts';
 
@@ -54,13 +54,14 @@ export const completionRequest = object({
 export function planCompletion(body: JsonObject, served: ServedModel): GenerationPlan {
   const fields = completionRequest.read(body, '');
   const asked = openaiCall(fields, served);
-  const logged = fields.logprobs === undefined ? {} : { logprobs: fields.logprobs };
+  const echo = fields.echo ?? false;
+  const prompt = echo ? { promptLogprobs: true } : {};
+  const logged = fields.logprobs === undefined ? {} : { logprobs: fields.logprobs, ...prompt };
   const call: GenerationCall = {
     ...asked,
     sampling: { ...asked.sampling, ...logged },
     maxTokens: fields.max_tokens ?? null,
   };
-  const echo = fields.echo ?? false;
   if (call.maxTokens === 0 && !echo) throw wrong('invalid_value', 'max_tokens', 'at least 1 unless echo is true', 0);
   if (fields.best_of !== undefined && fields.best_of !== call.choiceCount && fields.best_of !== 1) {
     throw new ApiError('unsupported_value', `best_of must be 1 or the same as n, found ${fields.best_of}.`, {
@@ -165,15 +166,15 @@ export function createCompletionDialect(
     return prompt.kind === 'text' ? prompt.text : '';
   }
 
-  /** The tokens of an echoed prompt. Their log probabilities are not known: null, as the first one's always is. */
+  /** The tokens of an echoed prompt. Nothing is known of the first: null. */
   function echoed(index: number): Logprobs | null {
     if (!call.echo || call.sampling.logprobs === undefined) return null;
     const ids = context.promptIds(index);
-    const nothing = ids.map(() => null);
+    const choices = context.promptChoices(index);
     return {
       tokens: ids.map((id) => tokens.text(id)),
-      token_logprobs: nothing,
-      top_logprobs: nothing,
+      token_logprobs: [null, ...choices.map(({ logprob }) => finiteLogprob(logprob))],
+      top_logprobs: [null, ...choices.map(topOf)],
       text_offset: textOffsets(ids, tokens),
     };
   }
@@ -185,11 +186,13 @@ export function createCompletionDialect(
     return {
       tokens: logged.map(({ id }) => tokens.text(id)),
       token_logprobs: logged.map(({ logprob }) => finiteLogprob(logprob)),
-      top_logprobs: logged.map(({ id, logprob, top }) =>
-        Object.fromEntries([...top, { id, logprob }].map((each) => [nameOf(each.id), finiteLogprob(each.logprob)])),
-      ),
+      top_logprobs: logged.map(topOf),
       text_offset: logged.map(({ offset }) => start + offset),
     };
+  }
+
+  function topOf({ id, logprob, top }: TokenChoice): Record<string, number> {
+    return Object.fromEntries([...top, { id, logprob }].map((each) => [nameOf(each.id), finiteLogprob(each.logprob)]));
   }
 
   /** A token as a key: its text, or its bytes where they are no whole text, so that no two tokens share a key by that. */

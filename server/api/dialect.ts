@@ -6,7 +6,7 @@ import type { Conversation } from '../../model/chat.ts';
 import type { ApiError, ErrorBody } from '../errors.ts';
 import { errorBody } from '../errors.ts';
 import type { PackedConstraint } from './constraints.ts';
-import type { Answer, AnswerDelta, Finish, LoggedToken, TokenUsage } from './generation.ts';
+import type { Answer, AnswerDelta, Finish, LoggedToken, TokenChoice, TokenUsage } from './generation.ts';
 import type { GenerationCall } from './sampling.ts';
 
 /** Identity of one answer, the same in its body and in all of its events. */
@@ -41,6 +41,8 @@ export interface DialectContext {
   tokens: TokenTexts;
   /** Token ids of the prompt of a choice. */
   promptIds: (choice: number) => readonly number[];
+  /** Of those but the first, where it was asked for and is known. */
+  promptChoices: (choice: number) => readonly TokenChoice[];
 }
 
 /** How one API words one answer: as events while it grows, or as a whole. Keeps the state of its stream. */

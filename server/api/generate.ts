@@ -57,11 +57,7 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     throw new ApiError('invalid_value', 'Send either text or input_ids, not both.', { param: 'input_ids' });
   }
   const isLogged = fields.return_logprob === true;
-  const startLength = fields.logprob_start_len ?? -1;
-  if (isLogged && startLength !== -1) {
-    const message = `logprob_start_len must be -1, found ${startLength}: tokens of the prompt have no log probabilities.`;
-    throw new ApiError('unsupported_value', message, { param: 'logprob_start_len' });
-  }
+  const promptStart = isLogged ? (fields.logprob_start_len ?? -1) : -1;
   const given = fields.sampling_params;
   const sampling = given ?? object(samplingFields).read({}, '');
   // SGLang's own name for it first.
@@ -73,7 +69,11 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     includeUsage: false,
     continuousUsage: false,
     ...asked,
-    sampling: { ...asked.sampling, ...(isLogged ? { logprobs: fields.top_logprobs_num ?? 0 } : {}) },
+    sampling: {
+      ...asked.sampling,
+      ...(isLogged ? { logprobs: fields.top_logprobs_num ?? 0 } : {}),
+      ...(promptStart >= 0 ? { promptLogprobs: true } : {}),
+    },
     seed: null,
     maxTokens: given?.max_new_tokens ?? null,
     requestId: fields.rid ?? null,
@@ -91,24 +91,38 @@ export function planGenerate(body: JsonObject, served: ServedModel): GenerationP
     fallbackTokens: defaultNewTokens,
     clampsTokens: false,
     reading: { kind: 'text' },
-    createDialect: (context) => createGenerateDialect(context, call, fields.return_text_in_logprobs ?? false),
+    createDialect: (context) =>
+      createGenerateDialect(context, call, { promptStart, namesTokens: fields.return_text_in_logprobs ?? false }),
   };
 }
 
-/** How /generate words its answers: every event has all of the text so far. */
-export function createGenerateDialect(context: DialectContext, call: GenerationCall, namesTokens: boolean): Dialect {
+/**
+ * How /generate words its answers: every event has all of the text so far. Log probabilities of the prompt begin with
+ * token `promptStart`, -1: none; of that first one nothing is told, as SGLang has it.
+ */
+export function createGenerateDialect(
+  context: DialectContext,
+  call: GenerationCall,
+  { promptStart, namesTokens }: { promptStart: number; namesTokens: boolean },
+): Dialect {
   const parts = Array.from({ length: call.choiceCount }, (): AnswerDelta[] => []);
 
   /** Log probabilities as SGLang words them: value, id, and the text where it is asked for. */
-  function logprobs(logged: readonly LoggedToken[]): object {
+  function logprobs(choice: number, logged: readonly LoggedToken[]): object {
     if (call.sampling.logprobs === undefined) return {};
-    const entry = ({ id, logprob }: { id: number; logprob: number }) => [
-      finiteLogprob(logprob),
-      id,
-      namesTokens ? context.tokens.text(id) : null,
-    ];
-    const tops = call.sampling.logprobs === 0 ? {} : { output_top_logprobs: logged.map(({ top }) => top.map(entry)) };
-    return { input_token_logprobs: [], output_token_logprobs: logged.map(entry), ...tops };
+    const nameOf = (id: number) => (namesTokens ? context.tokens.text(id) : null);
+    const entry = ({ id, logprob }: { id: number; logprob: number }) => [finiteLogprob(logprob), id, nameOf(id)];
+    const first = promptStart < 0 ? [] : context.promptIds(choice).slice(promptStart, promptStart + 1);
+    const prompt = promptStart < 0 ? [] : context.promptChoices(choice).slice(promptStart);
+    const tops = {
+      input_top_logprobs: [...first.map(() => null), ...prompt.map(({ top }) => top.map(entry))],
+      output_top_logprobs: logged.map(({ top }) => top.map(entry)),
+    };
+    return {
+      input_token_logprobs: [...first.map((id) => [null, id, nameOf(id)]), ...prompt.map(entry)],
+      output_token_logprobs: logged.map(entry),
+      ...(call.sampling.logprobs === 0 ? {} : tops),
+    };
   }
 
   function state(choice: number, { content, logged }: Answer, finish: Finish | null): object {
@@ -122,7 +136,7 @@ export function createGenerateDialect(context: DialectContext, call: GenerationC
         prompt_tokens: promptTokens,
         completion_tokens: completionTokens,
         cached_tokens: cachedTokens,
-        ...logprobs(logged),
+        ...logprobs(choice, logged),
         finish_reason:
           finish === null
             ? null

@@ -10,7 +10,8 @@ import { createChatParser } from '../../model/chat-parser.ts';
 import { CHAT_TOKENS } from '../../model/chat.ts';
 import { createDetokenizer } from '../../model/tokenizer.ts';
 import type { Tokenizer } from '../../model/tokenizer.ts';
-import type { TokenChoice as RoomChoice } from '../../transfer/messages.ts';
+import { packedChoiceBytes, unpackChoices } from '../../transfer/messages.ts';
+import type { PackedChoices, TokenChoice as RoomChoice } from '../../transfer/messages.ts';
 import { ApiError, errorOfReason } from '../errors.ts';
 import type { RoomHandle, RoomOutcome, Rooms } from '../rooms.ts';
 import type { Client } from './access.ts';
@@ -90,9 +91,20 @@ const measuredOutcome = {
   rejected: null,
 } as const satisfies Record<RequestEnd, Parameters<RequestObserver['finished']>[0]['outcome'] | null>;
 
+/** What comes with tokens, where it was asked for. */
+interface TokensTold {
+  readonly choices: readonly RoomChoice[] | undefined;
+  readonly promptChoices: PackedChoices | undefined;
+}
+
+/** Most bytes of `PackedChoices` of one prompt: they travel in one message. */
+const MAX_PROMPT_LOG_BYTES = 4 << 20;
+
 /** One answer to one prompt. */
 interface Choice {
   readonly promptTokens: readonly number[];
+  /** Of its prompt's tokens but the first, once they are known; empty where nobody asks. */
+  promptChoices: readonly TokenChoice[];
   readonly maxTokens: number;
   readonly generation: Generation;
   /** The answer so far, where it is held to something. */
@@ -158,7 +170,9 @@ export async function serveGeneration(
   const usage = () => sumUsage(choices, promptTokenCount);
   reply.headers(plan.headers ?? {});
   const promptIds = (choice: number) => choices[choice]?.promptTokens ?? [];
-  const dialect = plan.createDialect({ head, usage, promptIds, tokens: tokenTexts(context.tokenizer) });
+  const promptChoices = (choice: number) => choices[choice]?.promptChoices ?? [];
+  const tokens = tokenTexts(context.tokenizer);
+  const dialect = plan.createDialect({ head, usage, promptIds, promptChoices, tokens });
 
   await new Promise<void>((resolve, reject) => {
     const { raw } = reply;
@@ -265,8 +279,13 @@ export async function serveGeneration(
       return deltas;
     }
 
-    function takeTokens(index: number, choice: Choice, ids: number[], choices?: readonly RoomChoice[]): void {
+    function takeTokens(index: number, choice: Choice, ids: number[], told: TokensTold): void {
       if (isOver || choice.isOver || ids.length === 0) return;
+      const { choices, promptChoices } = told;
+      if (call.sampling.promptLogprobs && choice.lastTokensMs === null) {
+        choice.promptChoices = readPromptChoices(choice.promptTokens, call.sampling.logprobs ?? 0, promptChoices);
+      }
+      if (choice.maxTokens === 0) return endEmpty(index, choice);
       const deltas = choice.generation.push(ids, choices && ids.map((id, at) => tokenChoice(id, choices[at]!)));
       answer.deltas(index, noted(choice, deltas));
       if (isOver) return;
@@ -324,14 +343,19 @@ export async function serveGeneration(
       cancelRooms('client_cancel');
     };
 
+    /** The end of an answer of no tokens. */
+    function endEmpty(index: number, choice: Choice): void {
+      answer.deltas(index, choice.generation.end('length'));
+      succeed(index, choice, choice.generation.finish!);
+    }
+
     /** A room for each choice, or none at all. */
     function startRooms(): void {
       if (isOver) return;
       const seed = call.seed ?? randomInt(2 ** 32);
       for (const [index, choice] of choices.entries()) {
-        if (choice.maxTokens === 0) {
-          answer.deltas(index, choice.generation.end('length'));
-          succeed(index, choice, choice.generation.finish!);
+        if (choice.maxTokens === 0 && !call.sampling.promptLogprobs) {
+          endEmpty(index, choice);
           continue;
         }
         choice.handle = context.rooms.start(
@@ -343,12 +367,14 @@ export async function serveGeneration(
               seed: (seed + (index % call.choiceCount)) >>> 0,
               ...(plan.constraint === undefined ? {} : { constraint: plan.constraint.text }),
             },
-            maxTokens: choice.maxTokens,
+            // What is known of a prompt comes with the token behind it, whether that is wanted or not.
+            maxTokens: Math.max(1, choice.maxTokens),
             stopTokenIds,
             salt: call.salt,
           },
           {
-            onTokens: (ids, logged) => guarded(() => takeTokens(index, choice, ids, logged)),
+            onTokens: (ids, choices, promptChoices) =>
+              guarded(() => takeTokens(index, choice, ids, { choices, promptChoices })),
             onCached: (tokenCount) => void (choice.cachedTokens = tokenCount),
             onEnd: (outcome) => guarded(() => takeEnd(index, choice, outcome)),
           },
@@ -407,9 +433,10 @@ async function makeChoices(
     const limits = { tokenCount: ids.length, param: plan.promptParam, fallback: plan.fallbackTokens };
     const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
     checkMinTokens(call, maxTokens);
+    if (call.sampling.promptLogprobs) checkPromptLog(ids.length, call.sampling.logprobs ?? 0);
     for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
-      const start = { deltas: [], cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
+      const start = { promptChoices: [], deltas: [], cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
       choices.push({ promptTokens: ids, maxTokens, generation, ...start });
     }
   }
@@ -477,6 +504,31 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
     reasoning: reading.reasoning,
     maxToolCalls: reading.maxToolCalls,
   });
+}
+
+/** @throws ApiError where more would be told of a prompt than one message holds. */
+function checkPromptLog(tokenCount: number, topCount: number): void {
+  const most = Math.floor(MAX_PROMPT_LOG_BYTES / packedChoiceBytes(topCount));
+  if (tokenCount <= most) return;
+  throw new ApiError(
+    'invalid_value',
+    `With ${topCount} likeliest tokens beside each, log probabilities of at most ${most} tokens of a prompt can be told, ` +
+      `and this one has ${tokenCount}: ask for fewer, or leave the prompt out.`,
+    { param: 'logprobs' },
+  );
+}
+
+/** What the room knows of its prompt, as answers show it. Throws where it is not what was asked for. */
+function readPromptChoices(
+  prompt: readonly number[],
+  topCount: number,
+  packed: PackedChoices | undefined,
+): TokenChoice[] {
+  const choices = unpackChoices(packed ?? new Uint8Array(0), topCount);
+  if (choices.length !== prompt.length - 1) {
+    throw new Error(`log probabilities of ${choices.length} tokens behind the first, of a prompt of ${prompt.length}`);
+  }
+  return choices.map((choice, index) => tokenChoice(prompt[index + 1]!, choice));
 }
 
 /** What the room knows of a choice, as answers show it. */

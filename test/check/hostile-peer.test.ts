@@ -94,6 +94,7 @@ function forge(name: string, key: RoomKey, from: Epoch, to: Epoch): PeerMessage 
         digest,
         firstToken: 5,
         firstChoice: null,
+        promptChoices: null,
         checksum: 0,
       };
     case 'ABORT':

@@ -5,7 +5,7 @@
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
 import { ApiError } from '../../server/errors.ts';
-import { chunksOf, openApp } from '../support/ask.ts';
+import { chunksOf, openApp, promptChoicesOf } from '../support/ask.ts';
 import type { Output, StreamChunk } from '../support/ask.ts';
 
 const app = openApp();
@@ -247,19 +247,19 @@ test('api-bugs 66: fields that nobody knows are ignored', async () => {
 
 test('api-bugs 71: an echo without new tokens lists the tokens of the prompt', async () => {
   const body = { prompt: 'ab', echo: true, max_tokens: 0, logprobs: 1 };
-  const { status, body: answer, room } = await app.post('/v1/completions', body);
-  assert.deepEqual([status, room], [200, null], answer);
+  const { status, body: answer, room } = await app.post('/v1/completions', body, { text: 'c' });
+  // What is known of the prompt comes with a token, which is nobody's.
+  assert.deepEqual([status, room?.maxTokens, room?.sampling.promptLogprobs], [200, 1, true], answer);
   const { choices, usage } = JSON.parse(answer) as {
-    choices: { text: string; logprobs: { tokens: string[]; token_logprobs: null[]; text_offset: number[] } }[];
+    choices: { text: string; logprobs: { tokens: string[]; token_logprobs: unknown[]; text_offset: number[] } }[];
     usage: { completion_tokens: number };
   };
   assert.deepEqual([choices[0]!.text, usage.completion_tokens], ['ab', 0]);
   const { tokens, token_logprobs: logprobs } = choices[0]!.logprobs;
   assert.equal(tokens.join(''), 'ab');
-  assert.deepEqual(
-    logprobs,
-    tokens.map(() => null),
-  );
+  assert.deepEqual(logprobs, [null, ...promptChoicesOf(room!.promptTokens, 1).map(({ logprob }) => logprob)]);
+  const long = { ...body, prompt: Array.from({ length: 4000 }, () => 5), logprobs: 20 };
+  assert.equal((await app.post('/v1/completions', long, { text: 'c' })).status, 200);
 });
 
 // surface: completions.prompt

@@ -11,6 +11,7 @@ import {
   choiceOf,
   chunksOf,
   openApp,
+  promptChoicesOf,
   tokenizer,
   type LoggedEntry,
 } from '../support/ask.ts';
@@ -333,8 +334,20 @@ test('log probabilities of /generate and /v1/responses are those of the tokens, 
   );
   const events = dataOf((await app.post('/generate', { ...asked, stream: true }, { text, step: 1 })).body);
   assert.deepEqual({ ...(events.at(-1)!['meta_info'] as object), id: meta['id'] }, meta);
-  const refused = await app.post('/generate', { ...asked, logprob_start_len: 0 });
-  assert.match(refused.body, /"param":"logprob_start_len"/);
+  assert.deepEqual([meta['input_token_logprobs'], meta['input_top_logprobs']], [[], []]);
+  const from = 1;
+  const prompted = await app.post('/generate', { ...asked, text: 'a b c', logprob_start_len: from }, { text });
+  const { promptTokens } = prompted.room!;
+  const known = promptChoicesOf(promptTokens, 2).slice(from);
+  const { meta_info: input } = JSON.parse(prompted.body) as { meta_info: Record<string, unknown> };
+  assert.deepEqual(input['input_token_logprobs'], [
+    [null, promptTokens[from], tokenizer.decode([promptTokens[from]!])],
+    ...known.map(({ logprob }, index) => entry(promptTokens[from + 1 + index]!, logprob)),
+  ]);
+  assert.deepEqual(input['input_top_logprobs'], [
+    null,
+    ...known.map(({ topIds, topLogprobs }) => topIds.map((id, rank) => entry(id, topLogprobs[rank]!))),
+  ]);
 
   const request = { input: 'hi', reasoning: { effort: 'none' }, top_logprobs: 2 };
   const body = JSON.parse((await app.post('/v1/responses', request, { text })).body) as {

@@ -31,16 +31,17 @@ const expected: string[] = [];
 async function generateAlone(engine: Engine, prompt: readonly number[]): Promise<number[]> {
   const pages = Array.from({ length: Math.ceil((prompt.length + OUTPUT_TOKENS) / PAGE_TOKENS) }, (_, page) => page);
   const shared = { key: 'alone', slot: 0, pages, sampling: GREEDY, rules: null };
-  let sampled: Sample[] = [];
+  let sampled: Sample | null = null;
   for (let start = 0; start < prompt.length; start += CHUNK_TOKENS) {
     const end = Math.min(start + CHUNK_TOKENS, prompt.length);
     const last = end === prompt.length;
     const tokens = Uint32Array.from(prompt.slice(start, end));
-    sampled = await engine.prefill({
+    const [chunk] = await engine.prefill({
       chunks: [{ ...shared, tokens, next: null, start, end, last, resume: null, keep: null }],
     });
+    sampled = chunk!.sample;
   }
-  const output = [sampled[0]!.token!];
+  const output = [sampled!.token!];
   while (output.length < OUTPUT_TOKENS) {
     const position = prompt.length + output.length - 1;
     const next = await engine.decode({ rows: [{ ...shared, token: output.at(-1)!, position, drafted: false }] });

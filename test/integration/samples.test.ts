@@ -288,6 +288,45 @@ test('log probabilities are those of the reference, of the token that prefill ch
   }
 });
 
+// surface: completions.echo, completions.logprobs, generate.stream
+test('log probabilities of a prompt are those of the reference, of a cached one too, with the same answer', async () => {
+  const golden = readGolden(new URL('../data/golden/nano-mxfp4.json', import.meta.url));
+  const positions = Object.keys(golden.logits)
+    .map(Number)
+    .filter((position) => position + 1 < golden.ids.length);
+  assert.ok(positions.length > 2, `${positions.length} positions`);
+  const echoed = await logged(golden.ids, { echo: true, max_tokens: 0 });
+  const { token_logprobs: known, top_logprobs: tops } = echoed.choices[0]!.logprobs;
+  assert.deepEqual([known.length, known[0], echoed.usage.completion_tokens], [golden.ids.length, null, 0]);
+  for (const position of positions) {
+    const next = golden.ids[position + 1]!;
+    const { logprob, top } = plainLogprobs(golden.logits[position]!, next, 20);
+    const tolerance = 2 * GOLDEN_TOLERANCE + 2e-5;
+    const difference = Math.abs(known[position + 1]! - logprob);
+    assert.ok(difference <= tolerance, `position ${position}: ${difference}`);
+    const found = Object.values(tops[position + 1]!).toSorted((left, right) => right - left);
+    for (const [rank, each] of top.entries()) {
+      assert.ok(Math.abs(found[rank]! - each.logprob) <= tolerance, `position ${position}, rank ${rank}`);
+    }
+  }
+
+  // A prompt that the cache has is told all the same, its answer is the same, and so it is in SGLang's words.
+  const prompt = samples[1]!.prompt_ids;
+  const { choices } = await logged(prompt, { max_tokens: 6, ignore_eos: true });
+  const again = await logged(prompt, { max_tokens: 6, ignore_eos: true, echo: true });
+  assert.deepEqual(again.choices[0]!.logprobs.tokens.slice(-6), choices[0]!.logprobs.tokens);
+  assert.deepEqual(again.choices[0]!.logprobs.token_logprobs.slice(-6), choices[0]!.logprobs.token_logprobs);
+  const fields = { return_logprob: true, logprob_start_len: 0, sampling_params: { max_new_tokens: 1 } };
+  const { meta_info: meta } = await post<{ meta_info: { input_token_logprobs: [number | null, number][] } }>(
+    '/generate',
+    { input_ids: prompt, ...fields },
+  );
+  assert.deepEqual(
+    meta.input_token_logprobs.map(([logprob, id]) => [logprob, id]),
+    prompt.map((id, index) => [again.choices[0]!.logprobs.token_logprobs[index], id]),
+  );
+});
+
 // surface: chat.penalties, chat.repetition
 test('penalties count what the answer has, on prefill and decode, and choose what they leave the likeliest', async () => {
   const [presence, frequency] = [1.25, 0.5];

@@ -7,6 +7,7 @@ import { readFileSync } from 'node:fs';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
 import { downloadTensor, uploadTensor } from '../../kernels/tensor.ts';
+import type { TokenLogprobs } from '../../kernels/logprobs.ts';
 import type { Sample } from '../../model/choice.ts';
 import type { KvCache } from '../../model/kv-cache.ts';
 import {
@@ -180,9 +181,11 @@ test('rules that each token has alone, and log probabilities, are the same with 
   const bias = { ids: [5, 77], amounts: [3, -100] };
   const asked = { rules: { bias, banned: [9] }, logprobs: 3 };
   const answers: Sample[][] = [];
+  const prompts: TokenLogprobs[][] = [];
   for (const drafting of [false, true]) {
     const { cache, places } = createTestCache(model, 1, { draft: drafting });
-    const first = { ...places[0]!, start: 0, tokens: prompt, sampling: greedy, ...asked };
+    const told = { topCount: 3, into: [] as TokenLogprobs[] };
+    const first = { ...places[0]!, start: 0, tokens: prompt, sampling: greedy, told, ...asked };
     const found = (await forwardSamples(model, cache, { phase: 'prefill', sequences: [first] })).flat();
     while (found.length < 24) {
       const start = prompt.length + found.length - 1;
@@ -192,6 +195,7 @@ test('rules that each token has alone, and log probabilities, are the same with 
       found.push(...(await forwardSamples(model, cache, { phase: 'decode', sequences })).flat());
     }
     answers.push(found.slice(0, 24));
+    prompts.push(told.into);
     if (drafting) {
       const penalties = { presence: 1, frequency: 0, repetition: 1, prompt: [], generated: [] };
       const sequence = { ...places[0]!, start: 5, tokens: [1, 0], sampling: greedy, drafted: true };
@@ -201,6 +205,8 @@ test('rules that each token has alone, and log probabilities, are the same with 
     cache.destroy();
   }
   assert.deepEqual(answers[1], answers[0]);
+  assert.equal(prompts[0]!.length, prompt.length - 1);
+  assert.deepEqual(prompts[1], prompts[0]);
 });
 
 describe('a sequence whose drafts are wrong', () => {

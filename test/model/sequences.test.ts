@@ -3,6 +3,7 @@ import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { describe, test } from 'node:test';
 import { fileURLToPath } from 'node:url';
+import type { TokenLogprobs } from '../../kernels/logprobs.ts';
 import { maskWords } from '../../kernels/rules.ts';
 import type { SampleRules } from '../../model/choice.ts';
 import type { KvCache } from '../../model/kv-cache.ts';
@@ -224,6 +225,39 @@ describe('the choice of a token', () => {
       'who does not ask is told nothing, who asks for none of the likeliest gets the chosen one',
     );
     await assert.rejects(forward(model, cache, { phase: 'prefill', sequences: sequences.slice(5, 6) }), /no token/);
+    cache.destroy();
+  });
+
+  test('of a prompt is told row by row, however it is cut, and changes nothing of what is sampled', async () => {
+    const { cache, places } = createTestCache(model, 16);
+    const long = [...randomIds(600 - ids.length), ...ids];
+    const rows = await prefillLogits(model, cache, { place: places[0]!, ids: long, chunk: 512 });
+    const company = { ...places[1]!, start: 0, tokens: ids, sampling: greedy, logprobs: 3 };
+    const [alone] = await forwardSamples(model, cache, { phase: 'prefill', sequences: [company] });
+    for (const cuts of [[600], [1, 250, 349]]) {
+      const told = { topCount: 2, into: [] as TokenLogprobs[] };
+      let start = 0;
+      for (const count of cuts) {
+        const tokens = long.slice(start, start + count);
+        const next = long[start + count];
+        const sampling = next === undefined ? greedy : null;
+        const own = { ...places[2]!, start, tokens, next, sampling, told };
+        const samples = await forwardSamples(model, cache, { phase: 'prefill', sequences: [company, own] });
+        assert.deepEqual(samples[0], alone);
+        if (next === undefined) assert.equal(samples[1]![0]!.token, argmax(rows.at(-1)!));
+        start += count;
+      }
+      assert.equal(told.into.length, long.length - 1);
+      for (const [index, { logprob, top }] of told.into.entries()) {
+        const expected = plainLogprobs(rows[index]!, long[index + 1]!, 2);
+        // As in test/kernels/rules.test.ts.
+        assert.ok(Math.abs(logprob - expected.logprob) < 2e-5, `token ${index + 1}: ${logprob}, ${expected.logprob}`);
+        assert.deepEqual(
+          top.map(({ id }) => id),
+          expected.top.map(({ id }) => id),
+        );
+      }
+    }
     cache.destroy();
   });
 

@@ -46,9 +46,20 @@ def crc32c(data):
     return crc ^ 0xFFFFFFFF
 
 
+def pack_choices(choices):
+    """Of two likeliest each."""
+    parts = []
+    for choice in choices:
+        ids = choice["topIds"] + [2**32 - 1] * (2 - len(choice["topIds"]))
+        values = choice["topLogprobs"] + [0] * (2 - len(choice["topLogprobs"]))
+        parts.append(struct.pack("<fIfIf", choice["logprob"], ids[0], values[0], ids[1], values[1]))
+    return b"".join(parts)
+
+
 def frame(message):
     """Frame 0: the values of the fields in the order of the table, which is the order they are written in below."""
-    fields = [struct.pack(f"<{len(v)}I", *v) if k == "promptTokens" else v for k, v in message.items()]
+    packed = {"promptTokens": lambda ids: struct.pack(f"<{len(ids)}I", *ids), "promptChoices": pack_choices}
+    fields = [packed[k](v) if k in packed else v for k, v in message.items()]
     body = msgpack(fields)
     return b"HO\x01\x00" + struct.pack("<I", crc32c(body)) + body
 
@@ -88,8 +99,8 @@ RULES = {"presencePenalty": -0.5, "frequencyPenalty": 2, "repetitionPenalty": 1.
          "biases": [100, -99.5], "minTokens": 3}
 
 MESSAGES = [
-    {"type": "HELLO", "version": 3, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
-    {"type": "WELCOME", "version": 3, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
+    {"type": "HELLO", "version": 4, "role": "decode", "name": "d0", "epoch": D, "link": 1, "fields": {"model": "x"}},
+    {"type": "WELCOME", "version": 4, "role": "prefill", "name": "p0", "epoch": P, "link": 1,
      "dataAddress": "tcp://*:9002", "fields": {"model": "x", "layout": "{}"}},
     {"type": "REFUSE", "epoch": P, "link": 2, "field": "model", "ours": "x", "theirs": "y"},
     {"type": "PING", "from": P, "to": "", "link": 300, "answer": True},
@@ -103,14 +114,16 @@ MESSAGES = [
      "checksums": [crc32c(PAYLOAD[:10]), crc32c(PAYLOAD[10:])], "payloadBytes": 20},
     {"type": "CREDIT", **TO_P, "bytes": 65536},
     {"type": "END", **PEER, "unitCount": 4, "tokenCount": 300, "digest": "0123456789abcdef", "firstToken": 9,
-     "firstChoice": CHOICE, "checksum": 3735928559},
+     "firstChoice": CHOICE, "promptChoices": [CHOICE, {"logprob": -3.5, "topIds": [], "topLogprobs": []}],
+     "checksum": 3735928559},
     {"type": "DONE", **TO_P},
     {"type": "DONE_ACK", **PEER},
     {"type": "ABORT", **PEER, "reason": "deadline"},
     {"type": "ABORT_ACK", **PEER},
     {"type": "submit", "key": KEY, "prefill": REF_P, "decode": REF_D, "digest": "0123456789abcdef",
      "promptTokens": [0, 70000, 4294967295], "maxTokens": 10, "stopTokens": [1],
-     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42, "rules": RULES, "logprobs": 2},
+     "sampling": {"temperature": 0.5, "topK": 0, "topP": 1, "minP": 0, "seed": 42, "rules": RULES, "logprobs": 2,
+                  "promptLogprobs": True},
      "salt": "0123456789abcdef" * 4, "budgetMs": 1234.5},
     {"type": "cancel", "key": KEY, "reason": "client_lost"},
     {"type": "peer_failed", "key": KEY},

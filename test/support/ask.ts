@@ -11,7 +11,7 @@ import { closeApp, createApp, defaultHttpLimits } from '../../server/http.ts';
 import type { AppOptions } from '../../server/http.ts';
 import { createAdminGate } from '../../server/operators/admin.ts';
 import type { RoomOutcome, RoomRequest } from '../../server/rooms.ts';
-import type { TokenChoice } from '../../transfer/messages.ts';
+import { packChoices, type TokenChoice } from '../../transfer/messages.ts';
 
 const modelDirectory = 'model/nano';
 
@@ -85,6 +85,9 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
               sink.onTokens(
                 part,
                 part.map((id, index) => choiceOf(id, start + index, topCount)),
+                start === 0 && request.sampling.promptLogprobs
+                  ? packChoices(promptChoicesOf(request.promptTokens, topCount), topCount)
+                  : undefined,
               );
           }
           const end: RoomOutcome =
@@ -137,6 +140,11 @@ export function openApp(options: Partial<AppOptions> = {}): Asked {
 export function choiceOf(id: number, position: number, topCount: number): TokenChoice {
   const topIds = Array.from({ length: topCount }, (_, rank) => (7 * (id + position) + rank) % tokenizer.vocabSize);
   return { logprob: -(position + 1) / 8, topIds, topLogprobs: topIds.map((_, rank) => -rank - (position + 1) / 16) };
+}
+
+/** What such a room knows of the tokens of a prompt but the first. */
+export function promptChoicesOf(prompt: readonly number[], topCount: number): TokenChoice[] {
+  return prompt.slice(1).map((id, index) => choiceOf(id, 100 + index, topCount));
 }
 
 function idsOf({ text = '', ids, outcome = 'stop' }: Output): readonly number[] {

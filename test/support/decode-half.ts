@@ -81,6 +81,7 @@ export function endOf(pageCount: number, submit: SubmitMessage, firstToken: numb
     digest: submit.digest,
     firstToken,
     firstChoice: null,
+    promptChoices: null,
     checksum: combineChecksums(sizes.map((size) => crc32c(new Uint8Array(size)))),
   };
 }

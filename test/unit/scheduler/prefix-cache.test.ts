@@ -11,10 +11,16 @@ import {
   type PrefillState,
 } from '../../../scheduler/prefill.ts';
 import { findPath } from '../../../scheduler/prefix-cache.ts';
-import type { PrefillBatch, PrefillLimits, WorkerEffect } from '../../../scheduler/types.ts';
+import type { PrefillBatch, PrefillChunk, PrefillLimits, WorkerEffect } from '../../../scheduler/types.ts';
 import { promptDigest } from '../../../transfer/checksum.ts';
-import { manifestBytes, type PeerMessage, type Salt } from '../../../transfer/messages.ts';
-import { D, keyOf, P, PREFILL_LIMITS, ROUTER, submitOf } from '../../support/halves.ts';
+import {
+  manifestBytes,
+  packChoices,
+  type PeerMessage,
+  type Salt,
+  type SubmitMessage,
+} from '../../../transfer/messages.ts';
+import { D, keyOf, P, PREFILL_LIMITS, ROUTER, SAMPLING, submitOf } from '../../support/halves.ts';
 
 const PAGE = 128;
 const SALTS: readonly Salt[] = [null, 'a'.repeat(64), 'b'.repeat(64)];
@@ -44,10 +50,16 @@ function fromPeer(state: PrefillState, sequence: number, content: object): Worke
 }
 
 /** Bring a room to where it waits for pages, with credit for everything. */
-function ask(state: PrefillState, sequence: number, promptTokens: Uint32Array, salt: Salt = null): WorkerEffect[] {
+function ask(
+  state: PrefillState,
+  sequence: number,
+  promptTokens: Uint32Array,
+  salt: Salt = null,
+  changes: Partial<SubmitMessage> = {},
+): WorkerEffect[] {
   const digest = promptDigest(promptTokens, 'm');
   const tokenCount = promptTokens.length;
-  const submit = submitOf(sequence, 1, { promptTokens, digest, salt });
+  const submit = submitOf(sequence, 1, { promptTokens, digest, salt, ...changes });
   step(state, { type: 'router_message', router: ROUTER, message: submit, nowMs: 1 });
   fromPeer(state, sequence, { type: 'OPEN', digest, tokenCount });
   const pageCount = Math.ceil(tokenCount / PAGE);
@@ -59,17 +71,19 @@ function ask(state: PrefillState, sequence: number, promptTokens: Uint32Array, s
 }
 
 /** End all reads that are under way, and those that begin because of it. */
-function endReads(state: PrefillState): void {
+function endReads(state: PrefillState): WorkerEffect[] {
+  const effects: WorkerEffect[] = [];
   for (let isBusy = true; isBusy;) {
     isBusy = false;
     for (const [key, { sender }] of state.live) {
       for (const { firstUnit, unitCount } of sender.reads.slice()) {
         const checksums = Array.from({ length: unitCount }, () => 1);
-        step(state, { type: 'read_done', key, firstUnit, checksums, nowMs: 1 });
+        effects.push(...step(state, { type: 'read_done', key, firstUnit, checksums, nowMs: 1 }));
         isBusy = true;
       }
     }
   }
+  return effects;
 }
 
 /** Compute until nothing is left to compute: the ranges of each step, and what the router was told was cached. */
@@ -417,4 +431,33 @@ test('what a room has verified is copied to the tier once, and not evicted meanw
   assert.equal(statsPrefill(state).waiting, 1, 'two pages are being read');
   step(state, { type: 'stashed', key: keyOf(0), nowMs: 1 });
   assert.equal(statsPrefill(state).waiting, 0);
+});
+
+test('a prompt whose own log probabilities are asked for is computed whole, keeps nothing, and END tells them', () => {
+  const state = create({ prefillChunkTokens: 2 * PAGE });
+  const prompt = promptOf(256, 100);
+  serve(state, 0, prompt);
+  const { pagesCached } = statsPrefill(state);
+  ask(state, 1, prompt, null, { sampling: { ...SAMPLING, logprobs: 1, promptLogprobs: true } });
+  const choiceOf = (position: number) => ({ logprob: -position, topIds: [position], topLogprobs: [-position / 2] });
+  const choices = Array.from(prompt.slice(1), (_, index) => choiceOf(index + 1));
+  const ends: unknown[] = [];
+  const ranges: number[][] = [];
+  endReads(state);
+  for (let batch = nextPrefillBatch(state); batch !== null; batch = nextPrefillBatch(state)) {
+    const [{ key, start, end, last }] = batch.chunks as [PrefillChunk];
+    ranges.push([start, end]);
+    const promptChoices = packChoices(choices.slice(start, end), 1);
+    step(state, { type: 'step_done', tokens: [{ key, token: last ? 7 : null, promptChoices }], nowMs: 1 });
+    for (const effect of endReads(state)) {
+      if (effect.type === 'send' && effect.message.type === 'END') ends.push(effect.message.promptChoices);
+    }
+  }
+  assert.deepEqual(ranges, [
+    [0, 256],
+    [256, 356],
+  ]);
+  assert.deepEqual(ends, [packChoices(choices, 1)]);
+  done(state, 1);
+  assert.equal(statsPrefill(state).pagesCached, pagesCached);
 });

@@ -3,10 +3,16 @@
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { nextDecodeBatch, type DecodeState } from '../../../scheduler/decode.ts';
-import type { SampledToken } from '../../../scheduler/types.ts';
-import type { SamplingRules, SubmitMessage, TokenChoice } from '../../../transfer/messages.ts';
-import { create, makeReady, run, step } from '../../support/decode-half.ts';
-import { keyOf, promptOf, SAMPLING } from '../../support/halves.ts';
+import type { SampledToken, WorkerEffect } from '../../../scheduler/types.ts';
+import {
+  packChoices,
+  type PeerMessage,
+  type SamplingRules,
+  type SubmitMessage,
+  type TokenChoice,
+} from '../../../transfer/messages.ts';
+import { chunk, create, endOf, fromPeer, makeReady, run, step, waiting } from '../../support/decode-half.ts';
+import { D, keyOf, P, promptOf, ROUTER, SAMPLING, submitOf } from '../../support/halves.ts';
 
 const RULES: SamplingRules = {
   presencePenalty: 0,
@@ -103,4 +109,27 @@ test('an answer that has ended is not undone by what comes behind its end', () =
   makeReady(state, 0, 3, ruled({}));
   nextDecodeBatch(state);
   assert.deepEqual(stepDone(state, [{ token: 9 }, { token: null }]), ['token1:9', 'end:stop']);
+});
+
+test('what is known of a prompt goes to the router once, beside the first token', () => {
+  const state = create();
+  const promptChoices = packChoices([CHOICE, CHOICE], 1);
+  const submit = submitOf(0, 3, { sampling: { ...SAMPLING, logprobs: 1, promptLogprobs: true } });
+  step(state, { type: 'router_message', router: ROUTER, message: submit, nowMs: 1 });
+  fromPeer(state, 0, waiting);
+  for (const unit of [0, 1]) {
+    chunk(state, 0, unit, unit + 1);
+    step(state, { type: 'written', key: keyOf(0), unit, nowMs: 1 });
+  }
+  const end = { ...endOf(1, submit, 50), firstChoice: CHOICE, promptChoices };
+  const message = { from: P.epoch, to: D.epoch, key: keyOf(0), ...end } as PeerMessage;
+  const rowsOf = (effects: readonly WorkerEffect[]) =>
+    effects.flatMap((effect) =>
+      effect.type === 'report' && effect.message.type === 'tokens' ? effect.message.rows : [],
+    );
+  const first = run(state, { type: 'peer_message', peer: P, message, payload: new Uint8Array(0), nowMs: 1 });
+  assert.deepEqual(rowsOf(first), [{ key: keyOf(0), position: 0, tokens: [50], choices: [CHOICE], promptChoices }]);
+  nextDecodeBatch(state);
+  const next = run(state, { type: 'step_done', tokens: [{ key: keyOf(0), token: 51, choice: CHOICE }], nowMs: 2 });
+  assert.deepEqual(rowsOf(next), [{ key: keyOf(0), position: 1, tokens: [51], choices: [CHOICE] }]);
 });

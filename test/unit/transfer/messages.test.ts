@@ -4,6 +4,9 @@ import { inspect } from 'node:util';
 import {
   decodeMessage,
   encodeMessage,
+  packChoices,
+  packedChoiceBytes,
+  unpackChoices,
   makeEpoch,
   makeKey,
   makeRoomId,
@@ -73,7 +76,17 @@ const MESSAGES: Message[] = [
     payloadBytes: 5,
   },
   { type: 'CREDIT', ...PEER, bytes: 123 },
-  { type: 'END', ...PEER, unitCount: 4, tokenCount: 300, digest: 'abc', firstToken: 9, firstChoice: null, checksum: 1 },
+  {
+    type: 'END',
+    ...PEER,
+    unitCount: 4,
+    tokenCount: 300,
+    digest: 'abc',
+    firstToken: 9,
+    firstChoice: null,
+    promptChoices: null,
+    checksum: 1,
+  },
   { type: 'DONE', ...PEER },
   { type: 'DONE_ACK', ...PEER },
   { type: 'ABORT', ...PEER, reason: 'deadline' },
@@ -120,6 +133,7 @@ const MESSAGES: Message[] = [
     digest: 'abc',
     firstToken: 9,
     firstChoice: CHOICE,
+    promptChoices: packChoices([CHOICE], 3),
     checksum: 1,
   },
   { type: 'tokens', epoch: D, rows: [{ key: KEY, position: 2, tokens: [5, 6], choices: [CHOICE, CHOICE] }] },
@@ -137,7 +151,10 @@ test('every message survives encoding, from plain arrays and from the buffers of
     for (const wrap of [(bytes: Uint8Array) => bytes, (bytes: Uint8Array) => Buffer.from(bytes)]) {
       const decoded = decodeMessage(framesOf(message).map(wrap));
       assert.ok(decoded.ok, message.type);
-      assert.deepEqual(decoded.message, message);
+      const found = decoded.message;
+      // A view of the frame that it came in.
+      if (found.type === 'END' && found.promptChoices) found.promptChoices = new Uint8Array(found.promptChoices);
+      assert.deepEqual(found, message);
     }
   }
 });
@@ -236,4 +253,20 @@ test('epochs order by time, and keys come apart again', () => {
   for (const bad of ['', 'x', `${makeEpoch(5, 6)}-1`, `${makeEpoch(5, 6)}-01.1`, `${KEY} `]) {
     assert.equal(parseKey(bad), null, bad);
   }
+});
+
+test('choices of a prompt come back as they were packed, wherever they lie in a frame', () => {
+  const choices: TokenChoice[] = [
+    CHOICE,
+    { logprob: -1.5, topIds: [], topLogprobs: [] },
+    { logprob: -Infinity, topIds: [0, 0xfffffffe], topLogprobs: [-0.25, -3] },
+  ];
+  const topCount = Math.max(...choices.map(({ topIds }) => topIds.length));
+  const packed = packChoices(choices, topCount);
+  assert.equal(packed.length, choices.length * packedChoiceBytes(topCount));
+  const frame = new Uint8Array(packed.length + 3);
+  frame.set(packed, 3);
+  const known = choices.map((choice) => ({ ...choice, topLogprobs: choice.topLogprobs.map(Math.fround) }));
+  assert.deepEqual(unpackChoices(frame.subarray(3), topCount), known);
+  assert.equal(unpackChoices(packed.subarray(0, -1), topCount).length, choices.length - 1);
 });

@@ -69,6 +69,7 @@ function end(changes: object = {}): ReceiverEvent {
     digest: 'x',
     firstToken: 7,
     firstChoice: null,
+    promptChoices: null,
     checksum: combineChecksums(CHECKSUMS),
     ...changes,
   });

@@ -75,6 +75,7 @@ const EVENTS: Record<string, SenderEvent> = {
     digest: 'x',
     firstToken: 1,
     firstChoice: null,
+    promptChoices: null,
     checksum: 0,
   }),
   DONE_ACK: message({ type: 'DONE_ACK', ...TO_P }),
@@ -371,6 +372,7 @@ test('END says what was sent, whatever the order of the reads', () => {
     digest: 'x',
     firstToken: 7,
     firstChoice: CHOICE,
+    promptChoices: null,
     checksum: combineChecksums([11, 12, 13]),
   });
 });

@@ -49,10 +49,10 @@ test('a HELLO of another protocol version is refused with both versions', { time
     epoch: EPOCH,
     link: 1,
     field: 'version',
-    ours: '3',
-    theirs: '4',
+    ours: '4',
+    theirs: '5',
   });
-  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '3', theirs: '4' }]);
+  assert.deepEqual(events, [{ type: 'refused', address: '', field: 'version', ours: '4', theirs: '5' }]);
 });
 
 test('a frame of another version is not read at all', () => {

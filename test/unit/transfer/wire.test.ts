@@ -3,7 +3,13 @@ import assert from 'node:assert/strict';
 import { readFileSync } from 'node:fs';
 import { test } from 'node:test';
 import { combineChecksums, promptDigest } from '../../../transfer/checksum.ts';
-import { decodeMessage, encodeMessage, type Message } from '../../../transfer/messages.ts';
+import {
+  decodeMessage,
+  encodeMessage,
+  packChoices,
+  type Message,
+  type TokenChoice,
+} from '../../../transfer/messages.ts';
 
 interface Golden {
   messages: { message: Record<string, unknown> & { type: Message['type'] }; frames: string[] }[];
@@ -47,9 +53,10 @@ test('there are golden bytes of every message', () => {
 });
 
 for (const { message: json, frames } of golden.messages) {
-  const message = (
-    json.type === 'submit' ? { ...json, promptTokens: Uint32Array.from(json['promptTokens'] as number[]) } : json
-  ) as Message;
+  const message = { ...json } as unknown as Message;
+  if (message.type === 'submit') message.promptTokens = Uint32Array.from(message.promptTokens);
+  if (message.type === 'END')
+    message.promptChoices = Buffer.from(packChoices(json['promptChoices'] as TokenChoice[], 2));
 
   test(`${message.type} is written and read as the protocol says`, () => {
     assert.equal(Buffer.from(encodeMessage(message)).toString('hex'), frames[0]);

@@ -512,7 +512,15 @@ const tokens = {
   textOf: (ids: readonly number[]) => ids.map((id) => `w${id}`).join(''),
 };
 const dialectOf = (given: GenerationPlan) =>
-  given.createDialect({ head, usage: () => usage, tokens, promptIds: () => [3, 1, 1, 4] });
+  given.createDialect({
+    ...{ head, usage: () => usage, tokens },
+    promptIds: () => [3, 1, 1, 4],
+    promptChoices: () => [
+      { id: 1, logprob: -0.5, top: [{ id: 2, logprob: -0.25 }] },
+      { id: 1, logprob: -Infinity, top: [{ id: 4, logprob: -1 }] },
+      { id: 4, logprob: -2, top: [{ id: 4, logprob: -2 }] },
+    ],
+  });
 const parsed = (events: string[]) =>
   events.map((each): unknown => {
     const data = /^data: (.*)\n\n$/s.exec(each)?.[1];
@@ -637,15 +645,14 @@ test('the choices of a completion name tokens by their text, or by their bytes w
   assert.deepEqual(choices[0]?.logprobs.top_logprobs, [{ 'bytes:\\xe4': -0.25, w4: -2, w2: -3 }]);
 });
 
-test('an echoed prompt is listed token by token, without log probabilities, which are not known', () => {
+test('an echoed prompt is listed token by token; of the first one nothing is known', () => {
   const dialect = dialectOf(completion({ prompt: 'w3..w4', echo: true, logprobs: 1 }));
   const [chunk] = parsed(dialect.finish(0, finish));
   const { choices } = chunk as { choices: { logprobs: unknown }[] };
-  const nothing = [null, null, null, null];
   assert.deepEqual(choices[0]?.logprobs, {
     tokens: ['w3', '\uFFFD', '\uFFFD', 'w4'],
-    token_logprobs: nothing,
-    top_logprobs: nothing,
+    token_logprobs: [null, -0.5, -9999, -2],
+    top_logprobs: [null, { w2: -0.25, 'bytes:\\xe4': -0.5 }, { w4: -1, 'bytes:\\xe4': -9999 }, { w4: -2 }],
     // Two first bytes of a character: the first shows itself when the second comes, that one when `w` does.
     text_offset: [0, 2, 2, 3],
   });
