@@ -14,6 +14,7 @@ import {
   impurities,
   registryNames,
   silencedTests,
+  speechlessAssertions,
   undocumented,
   unfinishedMarks,
   unknownCommands,
@@ -52,6 +53,7 @@ describe('this repository', () => {
     'what the router loads does not load Dawn': gpuReached,
     'every kernel has a wrapper that names its bindings': unpairedKernels,
     'no test is left out': silencedTests,
+    'an assertion of truth says what it found': speechlessAssertions,
     'no mark of unfinished work is left': unfinishedMarks,
     'no package registry is named': registryNames,
     'file names say what is inside, in kebab case': badNames,
@@ -70,7 +72,8 @@ describe('this repository', () => {
 
   test('every option and every metric is in docs/operations.md', () => {
     const operations = tree.get('docs/operations.md');
-    if (operations === undefined) return assert.ok(!existsSync(join(root, 'docs/operations.md')));
+    if (operations === undefined)
+      return assert.equal(existsSync(join(root, 'docs/operations.md')), false, 'the page is there and was not read');
     const table = /export const OPTIONS = \{([\s\S]*?)\n\}/.exec(tree.get('server/config.ts') ?? '')?.[1] ?? '';
     const options = [...table.matchAll(/^ {2}(\w+): \{/gm)].map(
       ([, key = '']) => `--${key.replace(/[A-Z]/g, (letter) => `-${letter.toLowerCase()}`)}`,
@@ -196,6 +199,18 @@ describe('the rules', () => {
       bad: { 'test/a.test.ts': `test('x', { ${'skip'}: 'no GPU' }, f);` },
       fault: /a\.test\.ts:1/,
       good: { 'test/a.test.ts': "f({ skipped: true }); if (!here) return t.skip('needs a program');" },
+    },
+    {
+      rule: speechlessAssertions,
+      bad: { 'test/a.test.ts': "\nassert.ok(f(a, [b, c], 'd, e'));\nassert.ok(a, `${b}`);" },
+      fault: /^test\/a\.test\.ts:2 does not say what it found$/,
+      good: { 'test/a.test.ts': "assert.ok(f(a), 'b'); assert.equal(a, b); t.assert.ok(a); // assert.ok(a)" },
+    },
+    {
+      rule: speechlessAssertions,
+      bad: { 'kernels/a.ts': 'assert(\n  a === b, // c, d\n);' },
+      fault: /^kernels\/a\.ts:1 /,
+      good: { 'kernels/a.ts': 'assert(\n  a === b,\n  `${a}, ${b}`,\n);\nassert(a, `plain`);' },
     },
     {
       rule: unfinishedMarks,

@@ -186,8 +186,8 @@ for (const program of PROGRAMS) {
       assert.ok(stdout.includes(text), `${text} is not in ${stdout}`);
       const now = await counts();
       t.diagnostic(`${now.prompt - earlier.prompt} prompt tokens, ${now.generated - earlier.generated} generated`);
-      assert.ok(now.prompt - earlier.prompt > LEAST_PROMPT_TOKENS);
-      assert.ok(now.generated > earlier.generated);
+      assert.ok(now.prompt - earlier.prompt > LEAST_PROMPT_TOKENS, `${now.prompt - earlier.prompt} prompt tokens`);
+      assert.ok(now.generated > earlier.generated, `${now.generated - earlier.generated} generated`);
       assert.deepEqual([now.failed, now.cancelled], [earlier.failed, earlier.cancelled]);
       await untilQuiet(cluster.url, QUIET_MS);
     });

@@ -82,7 +82,7 @@ test(`seed ${SEED}: C-06: garbage on every port ends no loop`, LIMIT, async (t) 
     (samples) => sumOf(samples, 'handoff_link_rejected_messages_total') - before >= junkCount,
     (samples) => `${sumOf(samples, 'handoff_link_rejected_messages_total') - before} of ${junkCount} counted`,
   );
-  assert.ok((await bystander.text).length > 0);
+  assert.match(await bystander.text, /./s);
   await client.settles(5000);
 });
 

@@ -24,8 +24,11 @@ describe('exploration', () => {
     test(`"${name}" is explored to the end, settles from every world and holds`, () => {
       const report = explore(setOf(name));
       assert.equal(report.violation, null);
-      assert.ok(report.isComplete);
-      assert.ok(report.states > 100 && report.quiet > 0 && report.canaries > 0);
+      assert.equal(report.isComplete, true, `cut short after ${report.states} states`);
+      assert.ok(
+        report.states > 100 && report.quiet > 0 && report.canaries > 0,
+        `${report.states} states, ${report.quiet} quiet, ${report.canaries} canaries`,
+      );
       assert.ok(report.settleSteps > 0 && report.settleSteps < 100, `${report.settleSteps} steps`);
     });
   }
@@ -70,15 +73,16 @@ describe('sets', () => {
     const names = CI_SETS.map(({ name }) => name);
     for (const fault of FAULTS) assert.ok(names.includes(`one room: ${fault}`), fault);
     for (const name of ['one room: drop+duplicate', 'two rooms, one page of D: no fault'])
-      assert.ok(names.includes(name));
+      assert.ok(names.includes(name), `no ${name} among ${names.join('; ')}`);
   });
 
   test('deep runs have every pair of faults on one room and every fault on two', () => {
     const names = [...CI_SETS, ...DEEP_SETS].map(({ name }) => name);
     assert.equal(new Set(names).size, names.length, 'names are different');
     for (const [index, first] of FAULTS.entries()) {
-      for (const second of FAULTS.slice(index + 1)) assert.ok(names.includes(`one room: ${first}+${second}`));
-      assert.ok(names.includes(`two rooms, one page of D: ${first}`));
+      for (const second of FAULTS.slice(index + 1))
+        assert.ok(names.includes(`one room: ${first}+${second}`), `no ${first}+${second}`);
+      assert.ok(names.includes(`two rooms, one page of D: ${first}`), `no ${first} in two rooms`);
     }
   });
 });

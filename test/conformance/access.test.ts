@@ -118,7 +118,7 @@ describe('a server with API keys', () => {
     // The fourth is refused only once the other three have come.
     let fourth = await send('/v1/completions', bearer('first-key'), { ...completion, rid: 'w1' });
     while (fourth.status === 200) fourth = await send('/v1/completions', bearer('first-key'));
-    assert.ok([400, 429].includes(fourth.status));
+    assert.ok([400, 429].includes(fourth.status), `status ${fourth.status}`);
     const other = send('/v1/completions', bearer('second-key'), { ...completion, rid: 'other' });
     const stranger = await send('/abort_request', bearer('second-key'), { rid: 'own' });
     assert.deepEqual(await stranger.json(), { success: true, aborted: 0 });
@@ -163,7 +163,7 @@ describe('a server with API keys', () => {
     await send('/v1/completions', bearer('wrong-secret'), completion);
     await send('/v1/completions', bearer('second-key'), { prompt: [secret, 5] });
     const text = logged.join('');
-    assert.ok(text.includes('request ended'));
+    assert.match(text, /request ended/);
     for (const word of [...keys, 'wrong-secret', 'zebra', 'quagga', String(tokenizer.encode(secret))]) {
       assert.ok(!text.includes(word), word);
     }
@@ -193,7 +193,7 @@ describe('a page of another origin', () => {
       const response = await send('/v1/models', { ...headers, origin: 'https://example.com' }, null);
       assert.equal(response.headers.get('access-control-allow-origin'), '*');
       assert.match(response.headers.get('access-control-expose-headers') ?? '', /x-request-id/);
-      assert.ok(response.headers.get('x-request-id'));
+      assert.match(response.headers.get('x-request-id') ?? '', /./);
     }
   });
 });

@@ -193,7 +193,10 @@ test('api-bugs 31: a value ends exactly where its tag does, and the JSON is clos
 test('api-bugs 32: tool_choice none shows the model no tools, and no markup reaches the content', async () => {
   const auto = await askOne(asked, { text: 'Four.' });
   const none = await askOne({ ...asked, tool_choice: 'none' }, { text: `Four.${block(twoAndTwo)}` });
-  assert.ok(none.usage.prompt_tokens < auto.usage.prompt_tokens);
+  assert.ok(
+    none.usage.prompt_tokens < auto.usage.prompt_tokens,
+    `${none.usage.prompt_tokens} and ${auto.usage.prompt_tokens} tokens`,
+  );
   assert.deepEqual([none.message.content, none.calls, none.finish], ['Four.', [], 'stop']);
 });
 
@@ -349,11 +352,11 @@ test('api-bugs 41, 43: reasoning is reasoning_content, what follows it is conten
 test('api-bugs 42: prompt and parser agree on whether the model thinks', async () => {
   const messages = [user('hi')];
   const on = await askOne({ messages }, { text: 'thought</think>said' });
-  assert.ok(on.prompt.endsWith('<｜Assistant｜><think>'));
+  assert.match(on.prompt, /<｜Assistant｜><think>$/);
   assert.deepEqual([on.message.reasoning_content, on.message.content], ['thought', 'said']);
   for (const way of [off, { thinking: { type: 'disabled' } }, { reasoning_effort: 'none' }]) {
     const { prompt, message } = await askOne({ messages, ...way }, { text: 'said' });
-    assert.ok(prompt.endsWith('<｜Assistant｜></think>'));
+    assert.match(prompt, /<｜Assistant｜><\/think>$/);
     assert.deepEqual([message.reasoning_content, message.content], [undefined, 'said']);
   }
 });
@@ -383,7 +386,7 @@ test('api-bugs 46, 47: stop strings are found across tokens, and every character
 test('api-bugs 48, 49: a stop in the first token leaves nothing, and the next request knows nothing of it', async () => {
   const first = await askOne({ messages: [user('q')], ...off, stop: 'X' }, { text: 'X marks' });
   assert.deepEqual([first.message.content, first.finish], ['', 'stop']);
-  assert.ok(first.usage.completion_tokens >= 1);
+  assert.ok(first.usage.completion_tokens >= 1, `${first.usage.completion_tokens} tokens`);
   assert.equal((await askOne({ messages: [user('q')], ...off }, { text: 'X marks' })).message.content, 'X marks');
 });
 

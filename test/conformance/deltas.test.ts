@@ -4,6 +4,7 @@
  */
 import assert from 'node:assert/strict';
 import { after, test } from 'node:test';
+import { inspect } from 'node:util';
 import fc from 'fast-check';
 import {
   assemble,
@@ -288,7 +289,7 @@ test(`completion chunks put together are the body, each token with its place in 
         assert.deepEqual(assembleCompletion(chunks), expected);
       }
       const [choice] = asWhole.choices;
-      assert.ok(choice!.logprobs !== null);
+      assert.ok(choice!.logprobs !== null, inspect(choice));
       const { tokens, text_offset: offsets } = choice!.logprobs;
       tokenCount += tokens.length;
       for (const [index, token] of (tokens as string[]).entries()) {

@@ -113,7 +113,10 @@ test('refusals are immediate and leave nothing on either side, and the next requ
   const seconds = refusalSeconds();
   assert.equal(seconds.length, ROUNDS * (BURST - LIMIT + SECOND_BURST - 1));
   assert.ok(Math.max(...seconds) < IMMEDIATE_SECONDS, `refused after ${Math.max(...seconds)} s`);
-  assert.ok(sumOf(samples, 'handoff_rejections_total', { code: 'queue_full' }) >= ROUNDS * (BURST - LIMIT));
+  assert.ok(
+    sumOf(samples, 'handoff_rejections_total', { code: 'queue_full' }) >= ROUNDS * (BURST - LIMIT),
+    `${sumOf(samples, 'handoff_rejections_total', { code: 'queue_full' })} counted`,
+  );
   const answer = await complete(cluster.url, cluster.model, { prompt: [0, 40, 41], maxTokens: 3, ignoreEos: true });
   assert.equal(answer.completionTokens, 3);
 });

@@ -169,7 +169,7 @@ test(`seed ${SEED}: one flipped byte in a chunk fails that room with an explicit
     return true;
   });
   assert.equal(sumOf(await everyProcess(), 'handoff_checksum_failures_total', { engine_type: 'decode' }), before + 1);
-  assert.ok((await bystander.text).length > 0);
+  assert.match(await bystander.text, /./s);
   await untilQuiet(1000);
   await answersAgain();
 });

@@ -1,6 +1,7 @@
 /** Sixty-four streams at once through one prefill and one decode worker, and the one too many. */
 import assert from 'node:assert/strict';
 import { after, before, test } from 'node:test';
+import { inspect } from 'node:util';
 import { readMetrics, readWholeMetrics, startCluster, sumOf, untilMetrics, type Cluster } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
 import { held } from '../support/quiet.ts';
@@ -54,7 +55,7 @@ test('one request over the limit gets 503 with Retry-After at once, and leaves n
   );
   const startMs = performance.now();
   await assert.rejects(complete(cluster.url, cluster.model, { prompt, maxTokens: 1 }), (error) => {
-    assert.ok(error instanceof ServerError);
+    assert.ok(error instanceof ServerError, inspect(error));
     assert.equal(error.status, 503);
     assert.match(error.retryAfter ?? '', /^[1-9]\d*$/);
     return true;

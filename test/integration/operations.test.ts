@@ -3,6 +3,7 @@ import assert from 'node:assert/strict';
 import { createServer } from 'node:http';
 import { once } from 'node:events';
 import { test } from 'node:test';
+import { inspect } from 'node:util';
 import { readMetrics, startCluster, startHandoff, sumOf, type Cluster } from '../support/cluster.ts';
 import { ensurePromtool, lintMetrics } from '../support/programs.ts';
 import { complete } from '../support/stream.ts';
@@ -53,7 +54,7 @@ test('a busy port is named with the flag that changes it', async () => {
   const server = createServer().listen(0, '127.0.0.1');
   await once(server, 'listening');
   const address = server.address();
-  assert.ok(address !== null && typeof address === 'object');
+  assert.ok(address !== null && typeof address === 'object', inspect(address));
   const handoff = startHandoff(['all', '--port', String(address.port), '--prefill-port', '0', '--decode-port', '0']);
   try {
     await handoff.printed(new RegExp(`port ${address.port} .*in use.*--port`), 60_000);

@@ -2,6 +2,7 @@
 import assert from 'node:assert/strict';
 import { once } from 'node:events';
 import { after, before, test } from 'node:test';
+import { inspect } from 'node:util';
 import type { RouterPage } from '../../server/operators/debug-page.ts';
 import { readMetrics, startHandoff, sumOf } from '../support/cluster.ts';
 import { createPrng, randomPrompt } from '../support/prng.ts';
@@ -84,7 +85,7 @@ test('a room is seen with its halves, what it owns, and its last event, and the 
   assert.deepEqual([half?.queue, half?.owns.owner], ['running', `sequence ${half?.room}`]);
   assert.ok(half!.owns.pages.length >= 2, 'the pages of 200 tokens');
   assert.deepEqual(half?.peer, { name: page.workers[0]?.page?.name, epoch: page.workers[0]?.page?.epoch });
-  assert.ok(half!.ageSeconds >= 0 && half!.lastEvent !== null);
+  assert.ok(half!.ageSeconds >= 0 && half!.lastEvent !== null, inspect([half!.ageSeconds, half!.lastEvent]));
 
   const doctor = await run(['doctor']);
   assert.equal(doctor.code, 0, doctor.text);

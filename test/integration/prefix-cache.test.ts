@@ -159,7 +159,7 @@ test('the choices of one request compute its prompt once', async () => {
 test('a request that is given up leaves nothing in the cache, and a flush empties it', async () => {
   await untilQuiet(cluster.url, QUIET_MS);
   const pages = await cachedPages();
-  assert.ok(pages > 0);
+  assert.ok(pages > 0, `${pages} pages`);
   assert.equal(await flush(), pages);
   assert.equal(await cachedPages(), 0);
 

@@ -176,7 +176,10 @@ test('there are samples with and without thinking, with and without tools', () =
   assert.equal(samples.length, 74);
   for (const thinking of [true, false]) {
     for (const tools of [true, false]) {
-      assert.ok(samples.some((sample) => sample.thinking === thinking && (sample.tools !== null) === tools));
+      assert.ok(
+        samples.some((sample) => sample.thinking === thinking && (sample.tools !== null) === tools),
+        `none with thinking ${thinking}, tools ${tools}`,
+      );
     }
   }
 });
@@ -363,7 +366,7 @@ test('an answer has as many tokens as it must have at least, and ends where it m
   const count = ended.output_ids.length;
   const longer = await logged(ended.prompt_ids, { min_tokens: count + 3, max_tokens: count + 8 });
   assert.ok(longer.usage.completion_tokens >= count + 3, `${longer.usage.completion_tokens} tokens`);
-  assert.ok(!longer.choices[0]!.text.slice(0, -EOS_TEXT.length).includes(EOS_TEXT));
+  assert.ok(!longer.choices[0]!.text.slice(0, -EOS_TEXT.length).includes(EOS_TEXT), longer.choices[0]!.text);
   const same = await logged(ended.prompt_ids, { min_tokens: count, max_tokens: count + 8 });
   assert.notEqual(same.usage.completion_tokens, count, 'the end would be token number min_tokens');
   const free = await logged(ended.prompt_ids, { min_tokens: count - 1, max_tokens: count + 8 });

@@ -144,7 +144,11 @@ describe('handoff logits', () => {
     assert.equal(lines.length, golden.ids.length - 1);
     for (const [position, expected] of Object.entries(golden.mtp_logits_first8)) {
       const { logits } = lines[Number(position)]!;
-      for (const [token, value] of expected.entries()) assert.ok(Math.abs(logits[token]! - value) < 2e-5);
+      for (const [token, value] of expected.entries())
+        assert.ok(
+          Math.abs(logits[token]! - value) < 2e-5,
+          `logit ${logits[token]} for ${value}, token ${token} at ${position}`,
+        );
     }
   });
 

@@ -252,7 +252,7 @@ for (const [name, layer, lengths] of LAYERS) {
       }
       if (decode) decoded += chunks.length;
     }
-    assert.ok(decoded > 0);
+    assert.ok(decoded > 0, `${decoded} decoded`);
   });
 }
 

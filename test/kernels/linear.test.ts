@@ -124,7 +124,10 @@ test('the count of sampled rows bounds the rows when it is asked for', async () 
   const x = random.f32(4 * 6);
   const out = await run(weight, x, 2, { countFrom: 'sampled' });
   const expected = dot(x, 6, values, 9 * 6, 6);
-  assert.ok(Math.abs(out[19]! - expected.value) <= expected.errorBound);
+  assert.ok(
+    Math.abs(out[19]! - expected.value) <= expected.errorBound,
+    `${out[19]} for ${expected.value} within ${expected.errorBound}`,
+  );
 });
 
 test('a grid larger than the step writes only the rows of the step', async () => {

@@ -295,7 +295,7 @@ describe('a sequence whose drafts are wrong', () => {
         assert.deepEqual(goes, { ...stays, place: there });
         assert.equal(await draftOf(away.cache, there), await draftOf(home.cache, here));
       }
-      assert.ok(stays.drafts > 0);
+      assert.ok(stays.drafts > 0, `${stays.drafts} drafts`);
     }
     home.cache.destroy();
     away.cache.destroy();

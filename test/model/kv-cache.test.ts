@@ -125,7 +125,7 @@ describe('a cache', () => {
   test('accounts for its memory and gives it back', () => {
     const before = device.allocatedBytes;
     const cache = createKvCache(device, config, { pageCount: 7, slotCount: 2, stateBytes: 2 ** 20 });
-    assert.ok(cache.stateCount > 0);
+    assert.ok(cache.stateCount > 0, `${cache.stateCount} states`);
     const slotCount = 2 + cache.stateCount;
     assert.equal(device.allocatedBytes - before, 7 * cache.pageBytes + slotCount * cache.slotBytes);
     cache.destroy();

@@ -4,6 +4,7 @@ import { mkdtempSync, rmSync, writeFileSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, describe, test } from 'node:test';
+import { inspect } from 'node:util';
 import { openDevice } from '../../kernels/device.ts';
 import { parseModelConfig } from '../../model/config.ts';
 import { createKvCache } from '../../model/kv-cache.ts';
@@ -105,10 +106,16 @@ describe('loading', () => {
       onProgress: (step) => progress.push(step),
     });
     assert.equal(without.mtp, null);
-    assert.ok(progress.every(({ done }, index) => index === 0 || done > progress[index - 1]!.done));
+    assert.ok(
+      progress.every(({ done }, index) => index === 0 || done > progress[index - 1]!.done),
+      inspect(progress),
+    );
     assert.equal(progress.at(-1)!.done, progress.at(-1)!.total);
     const before = device.allocatedBytes;
-    assert.ok((await loadWeights(device, config, memorySource(entries), { mtp: true })).mtp);
+    assert.ok(
+      (await loadWeights(device, config, memorySource(entries), { mtp: true })).mtp,
+      'the draft block is not loaded',
+    );
     const survey = surveyWeights(config, memorySource(entries), { mtp: true });
     const surveyed = survey.reduce((sum, weight) => sum + weight.deviceBytes, 0);
     assert.equal(device.allocatedBytes - before, surveyed, 'the survey knows what the weights take');
@@ -165,7 +172,10 @@ describe('loading', () => {
   for (const [name, formats, tensor, first, message] of damages) {
     test(`refuses ${name}, and keeps no memory`, async () => {
       const { entries } = generateCheckpoint(config, formats);
-      assert.ok(entries.some((entry) => entry.name === tensor));
+      assert.ok(
+        entries.some((entry) => entry.name === tensor),
+        `no ${tensor} among ${entries.length} entries`,
+      );
       const damaged = entries.map((entry) => {
         if (entry.name !== tensor) return entry;
         const bytes = entry.bytes.slice();
