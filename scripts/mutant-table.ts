@@ -361,6 +361,26 @@ export const MUTANTS: readonly Mutant[] = [
     killers: [sim(/^I4/)],
   },
   {
+    name: 'prompt-log-is-overwritten',
+    failure: null,
+    why: 'What each chunk tells of a prompt is put at its beginning: that of a prompt of several chunks is not its own.',
+    edits: [
+      {
+        file: PREFILL,
+        find: `promptChoices.set(told, sender.computedTokens * packedChoiceBytes(logprobs));`,
+        put: `promptChoices.set(told.subarray(0, promptChoices.length), 0);`,
+      },
+    ],
+    killers: [sim(/^I4/)],
+  },
+  {
+    name: 'prompt-log-keeps-a-state',
+    failure: null,
+    why: 'A prompt that passes by the cache takes a state for it at the end of a page, which nobody gives back.',
+    edits: [{ file: PREFILL, find: `const keep = hashes.length > 0 && end`, put: `const keep = end` }],
+    killers: [sim(/./)],
+  },
+  {
     name: 'draft-after-the-end',
     failure: null,
     why: 'A stop token that a right draft follows does not end the answer: one token too many is sent.',

@@ -3,8 +3,17 @@
  * no steps and no steering; what those forget, count twice or mix up makes another answer.
  */
 
+import { packChoices, type PackedChoices } from '../../transfer/messages.ts';
 import type { SamplingParams, SamplingRules, TokenChoice } from '../../transfer/messages.ts';
-import { constraintMask, constraintNext, constraintStart, ghostChoice, ghostLogit, VOCABULARY } from './ghost.ts';
+import {
+  constraintMask,
+  constraintNext,
+  constraintStart,
+  ghostChoice,
+  ghostLogit,
+  ghostPromptChoice,
+  VOCABULARY,
+} from './ghost.ts';
 
 /** What an answer follows from. */
 export interface Question {
@@ -18,6 +27,8 @@ export interface Answer {
   tokens: number[];
   /** One for each token; null if nobody asked. */
   choices: TokenChoice[] | null;
+  /** Of the prompt's tokens but the first; null if nobody asked. */
+  promptChoices: PackedChoices | null;
   /** Behind these tokens the request's own rules leave none. */
   isStuck: boolean;
   /** Rules without which one of the tokens would be another one. */
@@ -46,7 +57,13 @@ const WITHOUT: Record<string, Partial<SamplingRules>> = {
 export function answerTo(question: Question, seed: number): Answer {
   const { maxTokens, stopTokens } = question;
   const { rules, constraint, logprobs } = question.sampling;
-  const answer: Answer = { tokens: [], choices: logprobs === undefined ? null : [], isStuck: false, causes: new Set() };
+  const answer: Answer = {
+    tokens: [],
+    choices: logprobs === undefined ? null : [],
+    promptChoices: promptChoicesTo(question, seed),
+    isStuck: false,
+    causes: new Set(),
+  };
   const { tokens, causes } = answer;
   let state = constraint === undefined ? null : constraintStart(constraint);
   while (tokens.length < maxTokens && !stopTokens.includes(tokens.at(-1) ?? -1)) {
@@ -67,6 +84,16 @@ export function answerTo(question: Question, seed: number): Answer {
     if (state !== null) state = constraintNext(state, token);
   }
   return answer;
+}
+
+function promptChoicesTo({ promptTokens, sampling }: Question, seed: number): PackedChoices | null {
+  const { logprobs = 0, promptLogprobs = false } = sampling;
+  if (!promptLogprobs) return null;
+  const behind = promptTokens.slice(1);
+  return packChoices(
+    behind.map((token, index) => ghostPromptChoice(seed, index + 1, token, logprobs)),
+    logprobs,
+  );
 }
 
 /** The token with the largest logit, the first of several; null if none is left. */

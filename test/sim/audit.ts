@@ -168,6 +168,7 @@ export const mustSee: readonly string[] = [
   ),
   ...['rules', 'constraint', 'logprobs'].flatMap((kind) => [`another attempt with ${kind}`, `restored with ${kind}`]),
   'outcome failed unsatisfiable',
+  'a prompt was told of',
   'prompt that another salt has',
   'settled: whole cluster',
   'settled: beside a dead worker',

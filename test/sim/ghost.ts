@@ -48,6 +48,9 @@ export function ghostLogit(seed: number, index: number, token: number): number {
   return (hash(seed, index, 200 + token) % 64) / 16 - 2;
 }
 
+/** Further than any answer goes, so that a prompt's logits are its own. */
+const PROMPT_INDEX = 100_000;
+
 /** The token at `index` of an answer, under a row's rules and mask; null if they leave none. */
 export function sampleToken(
   seed: number,
@@ -87,6 +90,11 @@ export function ghostChoice(seed: number, index: number, token: number, topCount
   const logits = Array.from({ length: VOCABULARY }, (_, id) => ghostLogit(seed, index, id));
   const topIds = [...logits.keys()].sort((a, b) => logits[b]! - logits[a]! || a - b).slice(0, topCount);
   return { logprob: logits[token]!, topIds, topLogprobs: topIds.map((id) => logits[id]!) };
+}
+
+/** What is told of the token at `position` of a prompt. */
+export function ghostPromptChoice(seed: number, position: number, token: number, topCount: number): TokenChoice {
+  return ghostChoice(seed, PROMPT_INDEX + position, token % VOCABULARY, topCount);
 }
 
 /** Where an answer begins under a constraint. What may come next follows from all tokens before. */

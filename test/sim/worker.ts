@@ -16,6 +16,7 @@ import {
 import type {
   DecodeBatch,
   PrefillBatch,
+  PrefillChunk,
   RowRules,
   SampledToken,
   UnitPlace,
@@ -25,10 +26,12 @@ import { createSteering } from '../../server/grammar/steering.ts';
 import type { ChannelEvent } from '../../transfer/channel.ts';
 import { crc32c } from '../../transfer/checksum.ts';
 import {
+  packChoices,
   parseKey,
   type ChunkMessage,
   type Epoch,
   type Instance,
+  type PackedChoices,
   type PeerMessage,
   type RoomKey,
   type RouterToWorker,
@@ -45,6 +48,7 @@ import {
   findWrongPosition,
   GHOST_GUIDES,
   ghostChoice,
+  ghostPromptChoice,
   isSlotRight,
   sampleToken,
   SLOT_BYTES,
@@ -542,9 +546,21 @@ export function startWorker(role: 'prefill' | 'decode', host: Host, epoch: Epoch
       fillPositions(memory, pages, start, end, seeds);
       fillSlot(memory, slot, end, seeds);
       if (keep !== null) memory.states.set(slotBytes(memory.slots, slot), keep * SLOT_BYTES);
-      if (last) tokens.push(sample(chunk, 0, masks.get(key)));
+      const told = tellPrompt(chunk);
+      if (last) tokens.push({ ...sample(chunk, 0, masks.get(key)), ...told });
+      else if (told !== null) tokens.push({ key, token: null, ...told });
     }
     return tokens;
+  }
+
+  /** What is told of the prompt's tokens behind a chunk's own, if the request asked; what it sees, it has computed. */
+  function tellPrompt({ key, tokens, next, start, sampling }: PrefillChunk): { promptChoices: PackedChoices } | null {
+    const { logprobs = 0, promptLogprobs = false } = sampling;
+    if (!promptLogprobs) return null;
+    const seed = answerSeed(around.promptOf(key).digest, sampling.seed);
+    const behind = [...tokens.subarray(1), ...(next === null ? [] : [next])];
+    const choices = behind.map((token, index) => ghostPromptChoice(seed, start + 1 + index, token, logprobs));
+    return { promptChoices: packChoices(choices, logprobs) };
   }
 
   /** Note a prompt that is computed although the cache has its first page, of another salt. */

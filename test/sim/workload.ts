@@ -4,7 +4,15 @@
  */
 
 import { promptDigest } from '../../transfer/checksum.ts';
-import type { Epoch, Reason, Salt, SamplingParams, SamplingRules, TokenChoice } from '../../transfer/messages.ts';
+import type {
+  Epoch,
+  PackedChoices,
+  Reason,
+  Salt,
+  SamplingParams,
+  SamplingRules,
+  TokenChoice,
+} from '../../transfer/messages.ts';
 import { ApiError } from '../../server/errors.ts';
 import type { RoomDriver, RoomHandle, RoomOutcome } from '../../server/rooms.ts';
 import { answerTo, type Answer } from './answer.ts';
@@ -122,6 +130,7 @@ function drawSampling(maxTokens: number, between: (low: number, high: number) =>
   if (between(1, 2) === 1) sampling.rules = drawRules(maxTokens, between);
   if (between(1, 4) === 1) sampling.constraint = String(between(0, 2 ** 32 - 1));
   if (between(1, 3) === 1) sampling.logprobs = between(0, 3);
+  if (sampling.logprobs === 1 || sampling.logprobs === 2) sampling.promptLogprobs = true;
   return sampling;
 }
 
@@ -189,7 +198,7 @@ export function startClient(
   };
   try {
     client.handle = rooms.start(request, {
-      onTokens: (ids, choices) => receiveTokens(desk, client, ids, choices),
+      onTokens: (ids, choices, promptChoices) => receiveTokens(desk, client, ids, { choices, promptChoices }),
       onCached: () => {},
       onEnd: (outcome) => receiveOutcome(desk, client, outcome, plan),
     });
@@ -216,15 +225,21 @@ export function leave(desk: Desk, client: Client, why: 'client_lost' | 'stop_str
   client.handle?.cancel(why);
 }
 
+const NONE = new Uint8Array(0);
+
 function receiveTokens(
   desk: Desk,
   client: Client,
   ids: readonly number[],
-  choices: readonly TokenChoice[] | undefined,
+  { choices, promptChoices }: { choices: readonly TokenChoice[] | undefined; promptChoices: PackedChoices | undefined },
 ): void {
   const { wish, answer, tokens, name } = client;
   desk.trace(name, () => `gets ${ids.length} tokens after ${tokens.length}`);
   always(client.outcome === null && !client.hasLeft, 'I5', () => `${name}: a token after the end`);
+  const isPromptRight =
+    Buffer.compare(promptChoices ?? NONE, (tokens.length === 0 && answer.promptChoices) || NONE) === 0;
+  always(isPromptRight, 'I4', () => `${name}: what is told of its prompt is wrong`);
+  if (promptChoices !== undefined) desk.coverage.saw('a prompt was told of');
   const told = answer.choices?.slice(tokens.length, tokens.length + ids.length);
   for (const id of ids) {
     const last = tokens.at(-1);

@@ -320,7 +320,15 @@ describe('tool calls drawn from the masks', () => {
       tools: [{ tool: { name: 'f', parameters: odd, strict }, path: 'tools[0].function.parameters' }],
       maxCalls: 1,
     });
-    assert.match(walk(of(false), createPrng(seed)) ?? '', /name="n" string="(true|false)">/);
+    const callOf = (parameter: string): string =>
+      `\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string=${parameter}` +
+      '</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>';
+    for (const parameter of ['"false">3', '"false">[{"any": null}]', '"true">any text']) {
+      const guide = maker.start(packConstraint(of(false)).text);
+      for (const id of [...tokenizer.encode(callOf(parameter)), eosId]) {
+        assert.ok(guide.accept(id), `${parameter}: ${JSON.stringify(tokenizer.decode([id]))} is refused`);
+      }
+    }
     assert.deepEqual(refusalOf(of(true)), {
       code: 'invalid_schema',
       param: 'tools[0].function.parameters.properties.n.multipleOf',
