@@ -136,7 +136,7 @@ export interface PrefillRoom {
   branchTokens: number;
   /** Tokens that it did not have to compute. */
   cachedTokens: number;
-  /** What is known so far of the choice of its tokens but the first; null if nobody asks. */
+  /** What is known so far of the choice of its tokens but the first; null before its first step, or if nobody asks. */
   promptChoices: PackedChoices | null;
   /** The tier is asked for more of its prompt, and fills this state if it has any; null: it is not. */
   fetching: { keep: StateId | null } | null;
@@ -548,12 +548,9 @@ function onSubmit(
   const { promptTokens, sampling, maxTokens, stopTokens, salt, budgetMs } = message;
   const deadlineMs = nowMs + budgetMs;
   room.salt = salt;
-  if (sampling.promptLogprobs) {
-    // Of a cached token there are no logits: every token of this prompt is computed, and no page of it is found or kept.
-    room.promptChoices = new Uint8Array((promptTokens.length - 1) * packedChoiceBytes(sampling.logprobs ?? 0));
-  } else if (isCaching(state.cache)) {
-    room.hashes = hashPrompt(state.cache, promptTokens, salt);
-  }
+  // Of a cached token there are no logits: a prompt that is to be told of is computed whole, and no page of it is kept.
+  const isCached = isCaching(state.cache) && !sampling.promptLogprobs;
+  if (isCached) room.hashes = hashPrompt(state.cache, promptTokens, salt);
   room.request = { promptTokens, sampling, maxTokens, stopTokens, deadlineMs };
   accept(state, router, key, effects);
   const digest = promptDigest(promptTokens, limits.modelDigest);
@@ -729,11 +726,13 @@ function onStepDone(
 }
 
 /** What a step tells of the tokens that follow those of its chunk, before the chunk counts as computed. */
-function notePromptChoices({ promptChoices, request, sender }: PrefillRoom, told: PackedChoices | undefined): void {
-  if (promptChoices === null || request === null) return;
-  const { logprobs = 0 } = request.sampling;
+function notePromptChoices(room: PrefillRoom, told: PackedChoices | undefined): void {
+  const { request, sender } = room;
+  if (!request?.sampling.promptLogprobs) return;
   if (told === undefined) throw new Error(`step_done tells nothing of the prompt of ${sender.key}, which asks for it`);
-  promptChoices.set(told, sender.computedTokens * packedChoiceBytes(logprobs));
+  const choiceBytes = packedChoiceBytes(request.sampling.logprobs ?? 0);
+  room.promptChoices ??= new Uint8Array((sender.tokenCount - 1) * choiceBytes);
+  room.promptChoices.set(told, sender.computedTokens * choiceBytes);
 }
 
 /** What a step computed enters the cache, before any of it is read, unless its room has been stopped meanwhile. */

@@ -367,8 +367,8 @@ export const MUTANTS: readonly Mutant[] = [
     edits: [
       {
         file: PREFILL,
-        find: `promptChoices.set(told, sender.computedTokens * packedChoiceBytes(logprobs));`,
-        put: `promptChoices.set(told.subarray(0, promptChoices.length), 0);`,
+        find: `promptChoices.set(told, sender.computedTokens * choiceBytes);`,
+        put: `promptChoices.set(told, 0);`,
       },
     ],
     killers: [sim(/^I4/)],

@@ -108,12 +108,14 @@ export function createGenerateDialect(
   const parts = Array.from({ length: call.choiceCount }, (): AnswerDelta[] => []);
 
   /** Log probabilities as SGLang words them: value, id, and the text where it is asked for. */
-  function logprobs(choice: number, logged: readonly LoggedToken[]): object {
+  function logprobs(choice: number, logged: readonly LoggedToken[], isWhole: boolean): object {
     if (call.sampling.logprobs === undefined) return {};
     const nameOf = (id: number) => (namesTokens ? context.tokens.text(id) : null);
     const entry = ({ id, logprob }: { id: number; logprob: number }) => [finiteLogprob(logprob), id, nameOf(id)];
-    const first = promptStart < 0 ? [] : context.promptIds(choice).slice(promptStart, promptStart + 1);
-    const prompt = promptStart < 0 ? [] : context.promptChoices(choice).slice(promptStart);
+    // Once, with the end: all of a long prompt with every event would be megabytes each.
+    const isTold = promptStart >= 0 && isWhole;
+    const first = isTold ? context.promptIds(choice).slice(promptStart, promptStart + 1) : [];
+    const prompt = isTold ? context.promptChoices(choice).slice(promptStart) : [];
     const tops = {
       input_top_logprobs: [...first.map(() => null), ...prompt.map(({ top }) => top.map(entry))],
       output_top_logprobs: logged.map(({ top }) => top.map(entry)),
@@ -136,7 +138,7 @@ export function createGenerateDialect(
         prompt_tokens: promptTokens,
         completion_tokens: completionTokens,
         cached_tokens: cachedTokens,
-        ...logprobs(choice, logged),
+        ...logprobs(choice, logged, finish !== null),
         finish_reason:
           finish === null
             ? null

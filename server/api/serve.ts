@@ -97,8 +97,8 @@ interface TokensTold {
   readonly promptChoices: PackedChoices | undefined;
 }
 
-/** Most bytes of `PackedChoices` of one prompt: they travel in one message. */
-const MAX_PROMPT_LOG_BYTES = 4 << 20;
+/** Most bytes of `PackedChoices` of the prompts of a request: those of one travel in one message. */
+const MAX_PROMPT_LOG_BYTES = 2 << 20;
 
 /** One answer to one prompt. */
 interface Choice {
@@ -423,6 +423,7 @@ async function makeChoices(
   const { call } = plan;
   const choices: Choice[] = [];
   let promptTokenCount = 0;
+  let toldTokenCount = 0;
   for (const [index, prompt] of plan.prompts.entries()) {
     if (index > 0) await nextTurn();
     const ids = await promptTokens(context, prompt, plan.promptParam, signal);
@@ -433,7 +434,8 @@ async function makeChoices(
     const limits = { tokenCount: ids.length, param: plan.promptParam, fallback: plan.fallbackTokens };
     const maxTokens = resolveMaxTokens({ maxTokens: clamped ?? call.maxTokens }, limits, context.contextLength);
     checkMinTokens(call, maxTokens);
-    if (call.sampling.promptLogprobs) checkPromptLog(ids.length, call.sampling.logprobs ?? 0);
+    toldTokenCount += ids.length * call.choiceCount;
+    if (call.sampling.promptLogprobs) checkPromptLog(toldTokenCount, call.sampling.logprobs ?? 0, plan.promptParam);
     for (let choice = 0; choice < call.choiceCount; choice += 1) {
       const generation = generationOf(context, plan, stopTokenIds);
       const start = { promptChoices: [], deltas: [], cachedTokens: 0, handle: null, isOver: false, lastTokensMs: null };
@@ -506,15 +508,15 @@ function generationOf(context: ServeContext, plan: GenerationPlan, stopTokenIds:
   });
 }
 
-/** @throws ApiError where more would be told of a prompt than one message holds. */
-function checkPromptLog(tokenCount: number, topCount: number): void {
+/** @throws ApiError where more would be told of the prompts of all choices than one request may ask for. */
+function checkPromptLog(tokenCount: number, topCount: number, param: string): void {
   const most = Math.floor(MAX_PROMPT_LOG_BYTES / packedChoiceBytes(topCount));
   if (tokenCount <= most) return;
   throw new ApiError(
     'invalid_value',
-    `With ${topCount} likeliest tokens beside each, log probabilities of at most ${most} tokens of a prompt can be told, ` +
-      `and this one has ${tokenCount}: ask for fewer, or leave the prompt out.`,
-    { param: 'logprobs' },
+    `With ${topCount} of the likeliest beside each, log probabilities of at most ${most} tokens of prompts are told, over ` +
+      `all choices; these have ${tokenCount}: ask for fewer of the likeliest, or for fewer choices.`,
+    { param },
   );
 }
 
@@ -537,9 +539,15 @@ function tokenChoice(id: number, { logprob, topIds, topLogprobs }: RoomChoice): 
 }
 
 function tokenTexts(tokenizer: Tokenizer): TokenTexts {
+  // The same few are the likeliest again and again.
+  const texts = new Map<number, string>();
   return {
     bytes: (id) => tokenizer.tokenBytes(id),
-    text: (id) => tokenizer.decode([id]),
+    text(id) {
+      const text = texts.get(id) ?? tokenizer.decode([id]);
+      texts.set(id, text);
+      return text;
+    },
     textOf: (ids) => tokenizer.decode(ids),
   };
 }

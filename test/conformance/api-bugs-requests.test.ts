@@ -260,6 +260,8 @@ test('api-bugs 71: an echo without new tokens lists the tokens of the prompt', a
   assert.deepEqual(logprobs, [null, ...promptChoicesOf(room!.promptTokens, 1).map(({ logprob }) => logprob)]);
   const long = { ...body, prompt: Array.from({ length: 4000 }, () => 5), logprobs: 20 };
   assert.equal((await app.post('/v1/completions', long, { text: 'c' })).status, 200);
+  const found = await refusal({ ...long, n: 8 }, '/v1/completions');
+  assert.deepEqual([found.status, found.param], [400, 'prompt']);
 });
 
 // surface: completions.prompt
