@@ -38,6 +38,8 @@ export interface TokenTexts {
 export interface DialectContext {
   head: AnswerHead;
   usage: () => TokenUsage;
+  /** Tokens of one choice so far. */
+  completionTokens: (choice: number) => number;
   tokens: TokenTexts;
   /** Token ids of the prompt of a choice. */
   promptIds: (choice: number) => readonly number[];

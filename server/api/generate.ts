@@ -128,7 +128,8 @@ export function createGenerateDialect(
   }
 
   function state(choice: number, { content, logged }: Answer, finish: Finish | null): object {
-    const { promptTokens, cachedTokens, completionTokens } = context.usage();
+    const { promptTokens, cachedTokens } = context.usage();
+    const completionTokens = context.completionTokens(choice);
     const matched = finish === null || finish.matchedStop === null ? {} : { matched: finish.matchedStop };
     return {
       ...(call.choiceCount > 1 ? { index: choice } : {}),

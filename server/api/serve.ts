@@ -171,8 +171,9 @@ export async function serveGeneration(
   reply.headers(plan.headers ?? {});
   const promptIds = (choice: number) => choices[choice]?.promptTokens ?? [];
   const promptChoices = (choice: number) => choices[choice]?.promptChoices ?? [];
+  const completionTokens = (choice: number) => choices[choice]?.generation.usage.completionTokens ?? 0;
   const tokens = tokenTexts(context.tokenizer);
-  const dialect = plan.createDialect({ head, usage, promptIds, promptChoices, tokens });
+  const dialect = plan.createDialect({ head, usage, completionTokens, promptIds, promptChoices, tokens });
 
   await new Promise<void>((resolve, reject) => {
     const { raw } = reply;
@@ -515,7 +516,7 @@ function checkPromptLog(tokenCount: number, topCount: number, param: string): vo
   throw new ApiError(
     'invalid_value',
     `With ${topCount} of the likeliest beside each, log probabilities of at most ${most} tokens of prompts are told, over ` +
-      `all choices; these have ${tokenCount}: ask for fewer of the likeliest, or for fewer choices.`,
+      `all choices; these have ${tokenCount}: shorten them, or ask for fewer of the likeliest or fewer choices.`,
     { param },
   );
 }

@@ -350,6 +350,19 @@ test('log probabilities of /generate and /v1/responses are those of the tokens, 
     ...known.map(({ topIds, topLogprobs }) => topIds.map((id, rank) => entry(id, topLogprobs[rank]!))),
   ]);
 
+  const several = await app.post(
+    '/generate',
+    { text: 'a', sampling_params: { n: 2, max_new_tokens: 5 } },
+    { ids: [60], outcome: 'length' },
+    { ids: [61, 62, 63], outcome: 'length' },
+  );
+  const each = JSON.parse(several.body) as { meta_info: { completion_tokens: number; finish_reason: object } }[];
+  assert.deepEqual(
+    each.map(({ meta_info: { completion_tokens: count, finish_reason: finish } }) => [count, finish]),
+    [1, 3].map((length) => [length, { type: 'length', length }]),
+    'the tokens of each choice are its own',
+  );
+
   const request = { input: 'hi', reasoning: { effort: 'none' }, top_logprobs: 2 };
   const body = JSON.parse((await app.post('/v1/responses', request, { text })).body) as {
     top_logprobs: number;

@@ -514,6 +514,7 @@ const tokens = {
 const dialectOf = (given: GenerationPlan) =>
   given.createDialect({
     ...{ head, usage: () => usage, tokens },
+    completionTokens: () => usage.completionTokens,
     promptIds: () => [3, 1, 1, 4],
     promptChoices: () => [
       { id: 1, logprob: -0.5, top: [{ id: 2, logprob: -0.25 }] },
