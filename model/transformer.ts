@@ -10,15 +10,7 @@ import type { Device } from '../kernels/device.ts';
 import { NOT_REACHED, SAMPLED } from '../kernels/draft.ts';
 import { embed } from '../kernels/embed.ts';
 import { Recorder } from '../kernels/kernel.ts';
-import {
-  LOGGED_WORDS,
-  LOGPROB_WORDS,
-  noteChosen,
-  rankTokens,
-  readLogprobs,
-  writeLoggedRow,
-  type TokenLogprobs,
-} from '../kernels/logprobs.ts';
+import { LOGPROB_WORDS, type TokenLogprobs } from '../kernels/logprobs.ts';
 import { NO_TOKEN, sample, SAMPLING_WORDS, writeSamplingRow } from '../kernels/sample.ts';
 import { uploadTensor, type Tensor } from '../kernels/tensor.ts';
 import type { BlockContext, StepShape } from './attention.ts';
@@ -237,17 +229,13 @@ async function draftingStep(model: Model, cache: KvCache, batch: ForwardBatch): 
 async function tellPrompts(context: BlockContext, model: Model, batch: ForwardBatch): Promise<void> {
   const asked = toldRows(batch.sequences);
   if (asked.length === 0) return;
-  const { device, limits, weights } = model;
+  const { device, config, limits, weights } = model;
   const { recorder, workspace, shape } = context;
   const { choice, steps, logits, tokens } = workspace;
   recorder.submit();
   for (let first = 0; first < asked.length; first += limits.maxSampled) {
     const block = asked.slice(first, first + limits.maxSampled);
     const count = block.length;
-    const logged = new Uint32Array(count * LOGGED_WORDS);
-    for (const [sample, { topCount }] of block.entries()) {
-      writeLoggedRow(logged, sample, { sample, topCount, firstEdit: 0, editCount: 0 });
-    }
     uploadTensor(device, steps.step, Uint32Array.of(shape.rowCount, batch.sequences.length, count, 0));
     uploadTensor(
       device,
@@ -259,13 +247,14 @@ async function tellPrompts(context: BlockContext, model: Model, batch: ForwardBa
       tokens,
       Uint32Array.from(block, ({ token }) => token),
     );
-    uploadTensor(device, choice.logged, logged);
+    const asking = block.map(({ topCount }) => ({ logprobs: topCount, sampleCount: 1 }));
+    const choices = writeChoices(device, choice, { config, limits, sequences: asking });
     recordHead({ ...context, shape: { ...shape, sampledCount: count } }, weights);
-    rankTokens(recorder, { ...choice, logits, loggedCount: count });
-    noteChosen(recorder, { ...choice, logits, tokens, loggedCount: count });
+    recordRules(recorder, { ...choice, logits }, choices);
+    recordChosen(recorder, { ...choice, logits, tokens }, choices);
     const parts = [{ source: choice.logprobs, byteLength: count * LOGPROB_WORDS * 4 }];
     const words = new Uint32Array(await readBack(model, recorder, parts));
-    for (const [index, { topCount, into }] of block.entries()) into.push(readLogprobs(words, index, topCount));
+    for (const [index, logprobs] of loggedSamples(choices, words, count).entries()) block[index]!.into.push(logprobs!);
   }
   writeSamples(model, batch);
 }

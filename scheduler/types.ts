@@ -5,13 +5,13 @@
 import type {
   Epoch,
   Instance,
+  PackedChoices,
   PageId,
   PeerMessage,
   RoomKey,
   Salt,
   SamplingParams,
   SlotId,
-  PackedChoices,
   TokenChoice,
   WorkerToRouter,
 } from '../transfer/messages.ts';

@@ -5,10 +5,10 @@
  * `model/` runs it and knows no batch.
  */
 import { openDevice, type Device } from '../kernels/device.ts';
-import { ConfigError, loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
-import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import type { TokenLogprobs } from '../kernels/logprobs.ts';
 import type { Choosing, Sample } from '../model/choice.ts';
+import { ConfigError, loadModelConfig, type ConfigChoices, type ModelConfig } from '../model/config.ts';
+import { createKvCache, pageBytesOf, type KvCache } from '../model/kv-cache.ts';
 import { forwardSamples, loadModel, type ForwardBatch, type Model, type PromptLog } from '../model/transformer.ts';
 import type { DecodeBatch, PrefillBatch, RowRules } from '../scheduler/types.ts';
 import type { PageId, RoomKey, SamplingParams } from '../transfer/messages.ts';

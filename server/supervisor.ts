@@ -235,8 +235,7 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
     });
     // `close` and not `exit`: by then its last lines have been read.
     running.on('close', (code, signal) => {
-      if (code === HOPELESS) child.startFailures = patience.startFailures - 1;
-      onExit(child, signal === null ? `exit code ${code}` : `signal ${signal}`);
+      onExit(child, signal === null ? `exit code ${code}` : `signal ${signal}`, code === HOPELESS);
     });
     enter(child, 'starting');
   }
@@ -263,7 +262,7 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
     }
   }
 
-  function onExit(child: Child, how: string): void {
+  function onExit(child: Child, how: string, isHopeless = false): void {
     if (child.process === null) return;
     child.process = null;
     terminal.finished(child.name);
@@ -273,7 +272,7 @@ export function createSupervisor(config: AllConfig, options: SupervisorOptions):
     if (performance.now() >= stableSince) child.backoffMs = patience.backoffFirstMs;
     if (child.addresses === null) {
       child.startFailures += 1;
-      if (child.startFailures >= patience.startFailures) {
+      if (isHopeless || child.startFailures >= patience.startFailures) {
         enter(child, 'ended');
         return child.firstReady.reject(new SupervisorError(epitaph(child, how)));
       }
@@ -407,7 +406,7 @@ function view(child: Child): ProcessView {
 /** Why a child that never came up ended: the reason it gave, else its last lines. */
 function epitaph(child: Child, how: string): string {
   const words = child.reason ?? child.tail.join('\n');
-  const tries = child.restarts === 0 ? '1 try' : `${child.restarts + 1} tries`;
+  const tries = child.startFailures === 1 ? '1 try' : `${child.startFailures} tries`;
   return `${child.name} could not be started (${tries}, last: ${how}):\n${words}`;
 }
 
@@ -596,8 +595,8 @@ const LAST_WORDS_MS = 500;
  *
  * Starts it, tells the parent, if there is one, where it listens, and then ends the process:
  * with 0 when SIGTERM (which drains), SIGINT, its parent or the loss of it closed it; with 1 when the start failed, on an
- * unhandled error, or when the same signal comes twice; with 2 when another start would fail, too. (Not on any second signal: Ctrl-C reaches parent and children
- * at once, and the parent's SIGTERM follows it.)
+ * unhandled error, or when the same signal comes twice (not on any second signal: Ctrl-C reaches parent and children at
+ * once, and the parent's SIGTERM follows it); with 2 when another start would fail, too.
  */
 export function serveRole(options: { start: () => Promise<RunningRole>; log: Logger }): void {
   const { log } = options;

@@ -22,11 +22,11 @@ import {
   type Epoch,
   type Instance,
   type Manifest,
-  type PeerMessage,
   type PackedChoices,
-  type TokenChoice,
+  type PeerMessage,
   type Reason,
   type RoomKey,
+  type TokenChoice,
 } from './messages.ts';
 
 export type ReceiverPhase = 'queued' | 'bootstrapping' | 'transferring' | 'unwinding' | 'ended';

@@ -22,11 +22,11 @@ import {
   type Instance,
   type Manifest,
   type Outcome,
-  type PeerMessage,
   type PackedChoices,
-  type TokenChoice,
+  type PeerMessage,
   type Reason,
   type RoomKey,
+  type TokenChoice,
 } from './messages.ts';
 
 export type SenderPhase = 'bootstrapping' | 'waiting' | 'transferring' | 'unwinding' | 'ended';

@@ -49,6 +49,18 @@ const SUBMIT: Message = {
   budgetMs: 1234.5,
 };
 
+const END: Message = {
+  type: 'END',
+  ...PEER,
+  unitCount: 4,
+  tokenCount: 300,
+  digest: 'abc',
+  firstToken: 9,
+  firstChoice: null,
+  promptChoices: null,
+  checksum: 1,
+};
+
 /** One of each. */
 const MESSAGES: Message[] = [
   { type: 'OPEN', ...PEER, digest: 'abc', tokenCount: 300 },
@@ -76,17 +88,7 @@ const MESSAGES: Message[] = [
     payloadBytes: 5,
   },
   { type: 'CREDIT', ...PEER, bytes: 123 },
-  {
-    type: 'END',
-    ...PEER,
-    unitCount: 4,
-    tokenCount: 300,
-    digest: 'abc',
-    firstToken: 9,
-    firstChoice: null,
-    promptChoices: null,
-    checksum: 1,
-  },
+  END,
   { type: 'DONE', ...PEER },
   { type: 'DONE_ACK', ...PEER },
   { type: 'ABORT', ...PEER, reason: 'deadline' },
@@ -125,17 +127,7 @@ const MESSAGES: Message[] = [
     pagesTotal: 6,
     draining: false,
   },
-  {
-    type: 'END',
-    ...PEER,
-    unitCount: 4,
-    tokenCount: 300,
-    digest: 'abc',
-    firstToken: 9,
-    firstChoice: CHOICE,
-    promptChoices: packChoices([CHOICE], 3),
-    checksum: 1,
-  },
+  { ...END, firstChoice: CHOICE, promptChoices: packChoices([CHOICE], 3) },
   { type: 'tokens', epoch: D, rows: [{ key: KEY, position: 2, tokens: [5, 6], choices: [CHOICE, CHOICE] }] },
   { ...SUBMIT, sampling: { ...SAMPLING, rules: RULES, logprobs: 20 } },
   { ...SUBMIT, sampling: { ...SAMPLING, constraint: '"世"'.repeat(400) } },
